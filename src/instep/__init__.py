@@ -1,0 +1,58 @@
+"""instep: the gradient of a whole batch, computed by several processes.
+
+    script                 pool.backward(x, y)                framework tensors
+    adapter                numpy · tensorflow                 tensors <-> flat arrays
+    pool                   owns engine, step counter, seed; checks the batch
+    sharding               batch -> shards (contiguous, weighted, any pytree)
+    schedule               which worker computes which shard; stealing, retries
+    engine                 serial · processes                 moves bytes
+    worker                 one loop: read params, compute shard, write gradient
+    reduction              fixed tree over shard index; weighted means
+    adapter, script        grads in the user's own structure; optimizer.step()
+
+The result is a function of (parameters, batch, seed, step, shards, threads) and of
+nothing else: not of the number of workers, nor of who computed what, or when.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from instep._errors import ArgumentError as ArgumentError
+from instep._errors import BatchError as BatchError
+from instep._errors import EngineUnavailableError as EngineUnavailableError
+from instep._errors import GradientError as GradientError
+from instep._errors import InstepError as InstepError
+from instep._errors import LossError as LossError
+from instep._errors import MissingFrameworkError as MissingFrameworkError
+from instep._errors import PoolBrokenError as PoolBrokenError
+from instep._errors import PoolClosedError as PoolClosedError
+from instep._errors import ShardTimeoutError as ShardTimeoutError
+from instep._errors import ShipError as ShipError
+from instep._errors import StartError as StartError
+from instep._errors import WorkerError as WorkerError
+from instep._errors import WorkerLostError as WorkerLostError
+from instep._errors import WorkerTraceback as WorkerTraceback
+from instep._values import Sum as Sum
+from instep._values import Weighted as Weighted
+
+if TYPE_CHECKING:
+    from instep import engines as engines
+    from instep import numpy as numpy
+    from instep import tensorflow as tensorflow
+
+__version__ = "0.1.0"
+
+# Imported when first used: `import instep` loads no framework.
+_MODULES = ("engines", "numpy", "tensorflow")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"instep.{name}")
+    raise AttributeError(f"module 'instep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

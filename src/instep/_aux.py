@@ -1,0 +1,100 @@
+"""Auxiliary data of the shards -> auxiliary data of the batch.
+
+number, 0-d array                 weighted mean
+array or list, first axis = rows  concatenated in row order
+instep.Sum(x)                     added
+anything else                     must be the same in every shard
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from instep._errors import LossError
+from instep._reduction import reduce_scalar
+from instep._sharding import is_row_list
+from instep._tree import flatten, leaf_names, unflatten
+from instep._values import Sum
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAnswer:
+    """What the master keeps of one shard."""
+
+    weight: float
+    rows: int
+    aux: Any
+
+
+def merge_aux(shards: Sequence[ShardAnswer]) -> Any:
+    """The aux of the whole batch; one shard's comes back untouched.
+
+    Raises:
+        LossError: a value that differs between shards and has no rule.
+    """
+    flat = [flatten(shard.aux, _is_leaf) for shard in shards]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise LossError("aux has not the same structure in every shard")
+    names = leaf_names(structure, "aux")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    merged = [_merge(n, c, shards) for n, c in zip(names, columns, strict=True)]
+    return unflatten(structure, merged)
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Sum) or is_row_list(node)
+
+
+def _merge(name: str, values: Sequence[Any], shards: Sequence[ShardAnswer]) -> Any:
+    if isinstance(values[0], Sum):
+        return functools.reduce(operator.add, (value.value for value in values))
+    if len(values) == 1:
+        return values[0]
+    if _is_number(values[0]):
+        return reduce_scalar(values, [shard.weight for shard in shards], "mean")
+    if all(_has_rows(v, s.rows) for v, s in zip(values, shards, strict=True)):
+        if isinstance(values[0], list):
+            return list(itertools.chain.from_iterable(values))
+        return np.concatenate(list(values))
+    return _the_same(name, values, shards)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex) or (
+        isinstance(value, np.ndarray | np.generic)
+        and value.shape == ()
+        and value.dtype.kind in "biufcV"
+    )
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    if isinstance(value, list):
+        return len(value) == rows
+    return isinstance(value, np.ndarray) and value.ndim > 0 and len(value) == rows
+
+
+def _the_same(name: str, values: Sequence[Any], shards: Sequence[ShardAnswer]) -> Any:
+    if all(_equal(value, values[0]) for value in values[1:]):
+        return values[0]
+    shape = getattr(values[0], "shape", None)
+    what = f"has shape {shape}" if shape else f"is a {type(values[0]).__name__}"
+    raise LossError(
+        f"{name} {what} in a shard of {shards[0].rows} rows and differs between "
+        "shards; expected a number (averaged), an array with one entry per row "
+        "(concatenated) or instep.Sum(...) (added)"
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(np.all(a == b))
+    except ValueError:
+        return False

@@ -1,0 +1,132 @@
+"""Drives one call: hands out shards, waits, recomputes what was lost.
+
+Every wait ends by an answer, a death or a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from instep._errors import ShardTimeoutError, StartError, WorkerLostError
+from instep._exceptions import with_origin
+from instep._options import Options
+from instep._program import Task
+from instep._schedule import Schedule
+from instep.engines._base import Done, Engine, Event, Failed, Lost
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the pool was made."""
+
+    workers_lost: int = 0
+    shards_recomputed: int = 0
+    shards_computed: dict[int, int] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def count(self, done: Done) -> None:
+        """Adds a shard to its worker's account."""
+        worker = done.worker
+        self.shards_computed[worker] = self.shards_computed.get(worker, 0) + 1
+        self.seconds[worker] = self.seconds.get(worker, 0.0) + done.seconds
+
+
+class Dispatcher:
+    """Hands the shards of one call after the other to an engine's workers."""
+
+    def __init__(self, engine: Engine, options: Options) -> None:
+        assert options.workers is not None
+        self._engine = engine
+        self._workers = list(range(options.workers))
+        self._timeout = options.timeout
+        self._retries = options.retries
+        self._due: dict[int, float] = {}  # busy workers and when they are overdue
+        self.counters = Counters()
+
+    def run(self, tasks: Sequence[Task]) -> list[Done]:
+        """The answers to all tasks, in shard order.
+
+        Raises:
+            WorkerLostError: a shard ended `retries + 1` workers.
+            ShardTimeoutError: a shard took longer than `timeout` as often.
+            Exception: what the loss raised in a worker, with its own type.
+        """
+        call = _Call(tasks, Schedule(len(tasks), self._workers, self._retries))
+        for event in self._engine.wait(0):  # deaths between the calls
+            self._handle(event, call)
+        while not call.schedule.is_finished:
+            self._assign(call)
+            for event in self._engine.wait(self._time_left()):
+                self._handle(event, call)
+            self._replace_overdue(call)
+        self.counters.shards_recomputed += call.schedule.recomputed
+        return [call.answers[shard] for shard in range(len(tasks))]
+
+    def _assign(self, call: _Call) -> None:
+        for worker, shard in call.schedule.assign(self._engine.idle()):
+            self._engine.submit(worker, call.tasks[shard])
+            if self._timeout is not None:
+                self._due[worker] = time.monotonic() + self._timeout
+
+    def _handle(self, event: Event, call: _Call) -> None:
+        self._due.pop(event.worker, None)
+        if isinstance(event, Done):
+            call.answers[call.schedule.finish(event.worker)] = event
+            self.counters.count(event)
+        elif isinstance(event, Failed):
+            raise self._failure(event, call)
+        elif isinstance(event, Lost):
+            self._lose(event.worker, call, event.reason)
+
+    def _failure(self, event: Failed, call: _Call) -> BaseException:
+        if event.at_start:
+            error = StartError(
+                f"worker {event.worker} could not start: "
+                f"{type(event.error).__name__}: {event.error}"
+            )
+            return with_origin(
+                error, event.text, f"worker {event.worker}, at its start"
+            )
+        shard = call.schedule.finish(event.worker)
+        where = f"shard {shard} of {len(call.tasks)}, on worker {event.worker}"
+        return with_origin(event.error, event.text, where)
+
+    def _lose(self, worker: int, call: _Call, reason: str) -> None:
+        self.counters.workers_lost += 1
+        shard = call.schedule.lose(worker)
+        self._engine.replace(worker)
+        if shard is not None and call.schedule.is_exhausted(shard):
+            raise WorkerLostError(
+                f"Worker {worker} stopped while computing shard {shard} of "
+                f"{len(call.tasks)} ({reason}), as did {self._retries} before it. The "
+                "loss may end the process, or the system have run out of memory; try "
+                f"more, smaller shards: shards={2 * len(call.tasks)}."
+            )
+
+    def _time_left(self) -> float | None:
+        if not self._due:
+            return None
+        return max(0.0, min(self._due.values()) - time.monotonic())
+
+    def _replace_overdue(self, call: _Call) -> None:
+        now = time.monotonic()
+        for worker in [w for w, due in self._due.items() if due <= now]:
+            del self._due[worker]
+            self.counters.workers_lost += 1
+            shard = call.schedule.lose(worker)
+            self._engine.replace(worker)
+            if shard is not None and call.schedule.is_exhausted(shard):
+                raise ShardTimeoutError(
+                    f"Worker {worker} took longer than timeout={self._timeout} s for "
+                    f"shard {shard} of {len(call.tasks)}, as did {self._retries} "
+                    "before it. Give more time, or more, smaller shards."
+                )
+
+
+@dataclass(slots=True)
+class _Call:
+    tasks: Sequence[Task]
+    schedule: Schedule
+    answers: dict[int, Done] = field(default_factory=dict)

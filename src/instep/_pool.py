@@ -1,0 +1,210 @@
+"""The pool: owns an engine, counts steps, turns one call into shards and back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from instep._aux import ShardAnswer, merge_aux
+from instep._dispatch import Dispatcher
+from instep._errors import PoolBrokenError, PoolClosedError, StartError
+from instep._layout import Layout
+from instep._options import Options
+from instep._program import Array, Output, Program, Task
+from instep._reduction import reduce_scalar
+from instep._seeding import shard_seed
+from instep._sharding import Batch, split, whole
+from instep._statistics import Statistics
+from instep.engines import make_engine
+from instep.engines._base import Done, Engine
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one call over the whole batch.
+
+    Attributes:
+        loss: numpy scalar, in the dtype of the loss.
+        weight: sum of the shards' weights.
+        outputs: one array per output, or None; memory that is not used again while
+            anyone holds it.
+        shards: what each shard gave, in order.
+    """
+
+    loss: Any
+    weight: float
+    outputs: list[Array | None]
+    shards: list[ShardAnswer]
+
+    @property
+    def aux(self) -> Any:
+        """The aux of the whole batch, merged by the rules of `instep.Sum`."""
+        return merge_aux(self.shards)
+
+
+class Pool:
+    """Workers that compute a gradient together; base of the frameworks' pools.
+
+    A pool is a context manager. Without `with`, it is closed by `close`, when it is
+    garbage-collected, or when the interpreter ends.
+    """
+
+    def __init__(self, program: Program, options: Options) -> None:
+        self._options = options
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._steps = self._version = self._bytes_moved = 0
+        self._layout = Layout.of([])
+        self._broken: BaseException | None = None
+        self._engine: Engine = make_engine(options.engine)
+        self._dispatcher = Dispatcher(self._engine, options)
+        self._closer = weakref.finalize(self, self._engine.close)
+        self._ship(program)
+
+    def evaluate(self, *batch: Any) -> Any:
+        """The loss over the whole batch (and aux), without the gradient."""
+        raise NotImplementedError  # each adapter knows its parameters
+
+    def statistics(self) -> Statistics:
+        """What the pool has done so far."""
+        counters, workers = self._dispatcher.counters, range(self._workers)
+        return Statistics(
+            engine=type(self._engine).__name__.lower(),
+            workers=self._workers,
+            shards=self._shards,
+            threads=self._options.threads or 1,
+            steps=self._steps,
+            pids=self._engine.pids() if self._closer.alive else (),
+            workers_lost=counters.workers_lost,
+            shards_recomputed=counters.shards_recomputed,
+            bytes_moved=self._bytes_moved,
+            shards_computed=tuple(counters.shards_computed.get(w, 0) for w in workers),
+            seconds=tuple(counters.seconds.get(w, 0.0) for w in workers),
+        )
+
+    def close(self) -> None:
+        """Ends the workers and frees their memory. Calling it twice is fine."""
+        self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _workers(self) -> int:
+        return self._options.workers or 1
+
+    @property
+    def _shards(self) -> int:
+        return self._options.shards or self._workers
+
+    def _ship(self, program: Program) -> None:
+        """Starts the workers with this program, in place of the one they had."""
+        self._engine.close()
+        self._engine.start(program, self._workers, self._options.threads or 1)
+
+    def _step(
+        self,
+        params: Any,
+        batch: tuple[Any, ...],
+        outputs: Sequence[Output],
+        *,
+        gradient: bool = True,
+        split_arguments: Sequence[bool] | None = None,
+    ) -> Outcome:
+        """Loss, outputs and aux of the whole batch.
+
+        Args:
+            params: tree of arrays; every shard gets all of it.
+            batch: trees of arrays, split by rows.
+            outputs: what every shard returns besides its loss.
+            gradient: False computes loss and aux only, and is no step.
+            split_arguments: per argument of the batch, False: not split.
+        """
+        with self._lock:
+            self._check_usable()
+            parts = split(batch, self._shards, split_arguments)
+            try:
+                return self._compute(whole(params), parts, outputs, gradient)
+            except StartError as error:
+                self._broken = error
+                self._engine.close()
+                raise
+            except BaseException as error:
+                # After an error of the loss the others may finish in peace; after
+                # Ctrl-C nobody wants to wait for them.
+                self._engine.abandon(at_once=not isinstance(error, Exception))
+                raise
+
+    def _compute(
+        self, params: Batch, batch: Batch, outputs: Sequence[Output], gradient: bool
+    ) -> Outcome:
+        layout = self._layout_of(outputs)
+        self._bytes_moved += self._engine.publish(params, batch, layout)
+        self._version += 1
+        answers = self._dispatcher.run(self._tasks(batch, gradient))
+        weights = [answer.weight for answer in answers]
+        rule = self._options.reduction
+        averaged: list[Array | None] = []
+        if gradient:
+            averaged = self._engine.average(weights)
+            self._bytes_moved += layout.nbytes * len(answers)
+            self._steps += 1
+        loss = _loss(answers, weights, rule)
+        rows = [stop - start for start, stop in batch.bounds]
+        shards = [
+            ShardAnswer(answer.weight, number, answer.aux)
+            for answer, number in zip(answers, rows, strict=True)
+        ]
+        return Outcome(loss, float(sum(weights)), averaged, shards)
+
+    def _tasks(self, batch: Batch, gradient: bool) -> list[Task]:
+        return [
+            Task(
+                step=self._steps,
+                shard=shard,
+                shards=len(batch.bounds),
+                rows=stop - start,
+                seed=shard_seed(self._options.seed, self._steps, shard),
+                gradient=gradient,
+                version=self._version,
+            )
+            for shard, (start, stop) in enumerate(batch.bounds)
+        ]
+
+    def _layout_of(self, outputs: Sequence[Output]) -> Layout:
+        if tuple(outputs) != self._layout.outputs:
+            self._layout = Layout.of(outputs)
+        return self._layout
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise PoolBrokenError(
+                f"this pool is broken: {self._broken} Make a new one."
+            ) from self._broken
+        if not self._closer.alive:
+            raise PoolClosedError("this pool is closed; make a new one")
+        if self._owner != os.getpid():
+            raise PoolClosedError(
+                f"this pool belongs to process {self._owner} and cannot be used in "
+                f"its fork {os.getpid()}; make a pool there"
+            )
+
+
+def _loss(answers: Sequence[Done], weights: Sequence[float], rule: Any) -> Any:
+    return reduce_scalar([answer.loss for answer in answers], weights, rule)

@@ -1,0 +1,86 @@
+"""Which parts of the slots' memory are in use, and by whom.
+
+A slot holds the outputs of one shard, or a result. It is held while a worker may
+still write to it (a late or dying worker included) and while the user still has an
+array that lies in it, and is used again only after that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from instep._memory import Block
+from instep._program import Array
+
+
+class Slots:
+    """Hands out slots of equal size by their byte offset."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._nbytes = 0
+        self._base = 0  # what lies below has another size and is not used again
+        self._end = 0
+        self._free: list[int] = []
+        self._holders: dict[int, int] = {}
+        self._lent: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def end(self) -> int:
+        """The bytes of the block that are in use or free; readers map this much."""
+        return self._end
+
+    def resize(self, nbytes: int) -> None:
+        """Slots have this size from now on; those still held stay where they are."""
+        self._take_back()
+        kept = [offset + self._nbytes for offset in (*self._holders, *self._lent)]
+        if nbytes != self._nbytes:
+            self._free, self._nbytes = [], nbytes
+            self._base = self._end = max(kept, default=0)
+
+    def take(self) -> int:
+        """The offset of a slot that nobody uses; the caller holds it."""
+        if not self._free:
+            self._take_back()
+        if not self._free:
+            self._free.append(self._end)
+            self._end += self._nbytes
+        offset = self._free.pop()
+        self._holders[offset] = 1
+        return offset
+
+    def hold(self, offset: int) -> None:
+        """One more holder, who has to give it back as well."""
+        self._holders[offset] += 1
+
+    def give(self, offset: int) -> None:
+        """One holder less; the last one frees the slot."""
+        self._holders[offset] -= 1
+        if not self._holders[offset]:
+            del self._holders[offset]
+            self._release(offset)
+
+    def lend(self, offset: int) -> Array:
+        """The slot as a uint8 vector; it stays in use while any view of it lives."""
+        array = self.array(offset)
+        self._lent[offset] = weakref.ref(array)
+        del self._holders[offset]
+        return array
+
+    def array(self, offset: int) -> Array:
+        """The slot as a uint8 vector."""
+        return np.frombuffer(
+            self._block.at_least(self._end), np.uint8, self._nbytes, offset
+        )
+
+    def _take_back(self) -> None:
+        for offset in [o for o, array in self._lent.items() if array() is None]:
+            del self._lent[offset]
+            self._release(offset)
+
+    def _release(self, offset: int) -> None:
+        if offset >= self._base:
+            self._free.append(offset)

@@ -1,0 +1,159 @@
+"""The messages between master, template and workers: fixed records of a few bytes.
+
+Commands go down one pipe per worker. Everything that comes back (answers, and the
+template's word that a worker has ended) goes up one pipe shared by all: a write of
+less than PIPE_BUF bytes is never torn or mixed with another, and the master wakes
+once for many answers.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from instep._frame import FrameRef
+from instep._program import Task
+
+
+class Op(enum.IntEnum):
+    """What a command asks of a worker, or of the template."""
+
+    COMPUTE = 1
+    AVERAGE = 2
+    START = 3
+    KILL = 4
+
+
+class Kind(enum.IntEnum):
+    """What a report says."""
+
+    READY = 1
+    DONE = 2
+    FAILED = 3
+    AVERAGED = 4
+    ENDED = 5
+
+
+_COMMAND = struct.Struct("<BQqIIQQ?QQQQQQQQ")
+COMMAND_NBYTES = _COMMAND.size
+_REPORT = struct.Struct("<BIIQddQqB16s")
+REPORT_NBYTES = _REPORT.size
+_FORK = struct.Struct("<BII")
+FORK_NBYTES = _FORK.size
+
+# Losses travel as their 16 bytes and the place of their dtype in this list.
+_LOSS_DTYPES = ("float64", "float32", "float16", "bfloat16", "longdouble")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Compute a shard, or average a part of the slots.
+
+    To average, `plan` says how many bytes of pickled plan lie in the worker's
+    outbox.
+    """
+
+    op: Op
+    number: int
+    task: Task
+    params: FrameRef
+    batch: FrameRef
+    slot: int
+    slots_nbytes: int
+    plan: int = 0
+
+    def pack(self) -> bytes:
+        """The command as bytes."""
+        task, params, batch = self.task, self.params, self.batch
+        return _COMMAND.pack(
+            self.op,
+            self.number,
+            *(task.step, task.shard, task.shards, task.rows, task.seed),
+            *(task.gradient, task.version),
+            *(params.header_id, params.nbytes, batch.header_id, batch.nbytes),
+            *(self.slot, self.slots_nbytes, self.plan),
+        )
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Command:
+        """The command in these bytes."""
+        op, number, *rest = _COMMAND.unpack(record)
+        task, refs, tail = Task(*rest[:7]), rest[7:11], rest[11:]
+        params, batch = FrameRef(*refs[:2]), FrameRef(*refs[2:])
+        return cls(Op(op), number, task, params, batch, *tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One record of the shared pipe.
+
+    Attributes:
+        incarnation: which process with this worker's number it is; reports of one
+            that was replaced are ignored.
+        number: the command it answers.
+        nbytes: length of the pickled aux or exception in the worker's outbox.
+        status: how a process ended, as `os.waitstatus_to_exitcode` gives it; for
+            READY its process id.
+    """
+
+    kind: Kind
+    worker: int
+    incarnation: int
+    number: int = 0
+    weight: float = 0.0
+    seconds: float = 0.0
+    nbytes: int = 0
+    loss: Any = None
+    status: int = 0
+
+    def pack(self) -> bytes:
+        """The report as bytes."""
+        code, loss = _pack_loss(self.loss)
+        return _REPORT.pack(
+            *(self.kind, self.worker, self.incarnation, self.number, self.weight),
+            *(self.seconds, self.nbytes, self.status, code, loss),
+        )
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Report:
+        """The report in these bytes."""
+        kind, *middle, status, code, loss = _REPORT.unpack(record)
+        return cls(Kind(kind), *middle, _unpack_loss(code, loss), status)
+
+
+@dataclass(frozen=True, slots=True)
+class ForkOrder:
+    """Asks the template to start or to kill a worker."""
+
+    op: Op
+    worker: int
+    incarnation: int
+
+    def pack(self) -> bytes:
+        """The order as bytes."""
+        return _FORK.pack(self.op, self.worker, self.incarnation)
+
+    @classmethod
+    def unpack(cls, record: bytes) -> ForkOrder:
+        """The order in these bytes."""
+        op, worker, incarnation = _FORK.unpack(record)
+        return cls(Op(op), worker, incarnation)
+
+
+def _pack_loss(loss: Any) -> tuple[int, bytes]:
+    if loss is None:
+        return 255, b""
+    return _LOSS_DTYPES.index(loss.dtype.name.replace("float128", "longdouble")), (
+        loss.tobytes()
+    )
+
+
+def _unpack_loss(code: int, raw: bytes) -> Any:
+    if code == 255:
+        return None
+    dtype = np.dtype(_LOSS_DTYPES[code])
+    return np.frombuffer(raw, dtype, count=1)[0]

@@ -1,0 +1,140 @@
+"""A worker: reads a command, computes a shard or averages a slice, answers, waits.
+
+Run as `python -m instep._worker`, which becomes the template; the template's forks
+run `work`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from instep import _template
+from instep._exceptions import pack_error
+from instep._layout import Layout
+from instep._memory import Block
+from instep._reduction import reduce_slots
+from instep._shard import Answer, ShardRunner
+from instep._template import Setup
+from instep._wire import COMMAND_NBYTES, Command, Kind, Op, Report
+
+# (layout, slot offsets, weights, offset of the result, first byte, last byte)
+Plan = tuple[Layout, list[int], list[float], int, tuple[int, int]]
+
+
+def main() -> None:
+    """Becomes the template: argv holds the descriptors of setup and order socket."""
+    setup_fd, orders_fd = map(int, sys.argv[1:])
+    with open(setup_fd, "rb") as file:
+        setup: Setup = pickle.load(file)
+    if os.getppid() == setup.master:
+        _template.serve(setup, socket.socket(fileno=orders_fd), work)
+
+
+def work(
+    setup: Setup, worker: int, incarnation: int, commands: int, outbox: int
+) -> None:
+    """Serves commands until the master closes the pipe."""
+    desk = _Desk(setup, worker, incarnation, commands, Block(outbox))
+    with contextlib.suppress(BrokenPipeError):
+        desk.serve()
+
+
+class _Desk:
+    """One worker's view of the blocks and pipes."""
+
+    def __init__(
+        self, setup: Setup, worker: int, incarnation: int, commands: int, outbox: Block
+    ) -> None:
+        self._setup = setup
+        self._who = worker, incarnation
+        self._commands = commands
+        self._outbox = outbox
+        self._params, self._batch, self._slots = map(Block, setup.block_fds)
+
+    def serve(self) -> None:
+        try:
+            with threadpool_limits(limits=self._setup.threads):
+                self._runner = self._start()
+                self._report(Kind.READY, status=os.getpid())
+                while command := self._next():
+                    self._obey(command)
+        except BrokenPipeError:
+            raise
+        except BaseException as error:
+            self._fail(0, error)
+
+    def _start(self) -> ShardRunner:
+        program = pickle.loads(self._setup.program)
+        runner = ShardRunner(program, self._setup.threads)
+        # Once more: loading the program may have loaded further thread pools.
+        threadpool_limits(limits=self._setup.threads)
+        return runner
+
+    def _next(self) -> Command | None:
+        record = os.read(self._commands, COMMAND_NBYTES)
+        return Command.unpack(record) if record else None
+
+    def _obey(self, command: Command) -> None:
+        if command.op is Op.AVERAGE:
+            self._average(command)
+            return
+        try:
+            answer = self._compute(command)
+        except BaseException as error:
+            self._fail(command.number, error)
+        else:
+            self._answer(command.number, answer)
+
+    def _compute(self, command: Command) -> Answer:
+        params = self._params.at_least(command.params.nbytes), command.params
+        batch = self._batch.at_least(command.batch.nbytes), command.batch
+        slot = self._slots.at_least(command.slots_nbytes), command.slot
+        return self._runner.run(command.task, params, batch, slot)
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        self._post(answer.aux)
+        self._report(
+            Kind.DONE,
+            number=number,
+            weight=answer.weight,
+            seconds=answer.seconds,
+            nbytes=len(answer.aux),
+            loss=answer.loss,
+        )
+
+    def _average(self, command: Command) -> None:
+        plan: Plan = pickle.loads(self._outbox.at_least(command.plan)[: command.plan])
+        layout, offsets, weights, result, part = plan
+        memory = np.frombuffer(
+            self._slots.at_least(command.slots_nbytes), dtype=np.uint8
+        )
+        slots = [memory[start : start + layout.nbytes] for start in offsets]
+        out = memory[result : result + layout.nbytes]
+        reduce_slots(slots, weights, layout, out, part)
+        self._report(Kind.AVERAGED, number=command.number)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        text = pack_error(error)
+        self._post(text)
+        self._report(Kind.FAILED, number=number, nbytes=len(text))
+
+    def _post(self, text: bytes) -> None:
+        if text:
+            self._outbox.at_least(len(text))[: len(text)] = text
+
+    def _report(self, kind: Kind, **fields: Any) -> None:
+        os.write(self._setup.report_fd, Report(kind, *self._who, **fields).pack())
+
+
+if __name__ == "__main__":
+    from instep._worker import main as main_of_module  # not the copy in __main__
+
+    main_of_module()

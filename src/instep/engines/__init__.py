@@ -1,0 +1,30 @@
+"""Engines start workers and move bytes: serial and processes, so far."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from instep._errors import EngineUnavailableError
+from instep.engines._base import Engine
+
+_MODULES = {
+    "serial": ("instep.engines.serial", "Serial"),
+    "processes": ("instep.engines.processes", "Processes"),
+}
+
+
+def make_engine(engine: str | Engine) -> Engine:
+    """The engine of this name; an engine object is returned as it is.
+
+    Raises:
+        EngineUnavailableError: no engine has this name, or it cannot run here.
+    """
+    if not isinstance(engine, str) and hasattr(engine, "submit"):
+        return engine
+    if engine not in _MODULES:
+        raise EngineUnavailableError(
+            f"engine={engine!r}; known engines: {', '.join(map(repr, _MODULES))}"
+        )
+    module, name = _MODULES[cast(str, engine)]
+    return cast(Engine, getattr(importlib.import_module(module), name)())

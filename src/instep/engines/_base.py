@@ -1,0 +1,97 @@
+"""The waist between the pool and whatever moves bytes to workers.
+
+An engine decides nothing: the pool tells it what to publish, which worker computes
+which shard and when to average, and is told what happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from instep._layout import Layout
+from instep._program import Array, Program, Task
+from instep._sharding import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A worker has computed a shard; its outputs wait to be averaged."""
+
+    worker: int
+    loss: Any
+    weight: float
+    aux: Any
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An exception in a worker: of the loss, after which it is idle again, or at
+    its start, which it does not survive.
+    """
+
+    worker: int
+    error: BaseException
+    text: str
+    at_start: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker process has ended."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker is idle: it has started, or finished what was abandoned."""
+
+    worker: int
+
+
+Event = Done | Failed | Lost | Ready
+
+
+class Engine(Protocol):
+    """What a pool needs from an engine."""
+
+    def start(self, program: Program, workers: int, threads: int) -> None:
+        """Begins to start the workers and returns at once."""
+
+    def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
+        """Makes parameters and batch readable by all workers; returns bytes moved."""
+
+    def idle(self) -> list[int]:
+        """Workers that wait for a shard."""
+
+    def submit(self, worker: int, task: Task) -> None:
+        """Has an idle worker compute a shard."""
+
+    def wait(self, timeout: float | None) -> list[Event]:
+        """What happened since the last call; waits for it up to `timeout` seconds.
+
+        None: until something happens. An empty list: nothing did.
+        """
+
+    def average(self, weights: Sequence[float]) -> list[Array | None]:
+        """The outputs of the published call, combined over shards 0, 1, ..."""
+
+    def replace(self, worker: int) -> None:
+        """Ends a worker's process, if it still runs, and starts another."""
+
+    def abandon(self, *, at_once: bool) -> None:
+        """Forgets the shards under way.
+
+        at_once: their workers are replaced; otherwise each is idle again once it
+        has finished what it does.
+        """
+
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that live."""
+
+    def close(self) -> None:
+        """Ends everything. Calling it twice is fine."""

@@ -1,0 +1,455 @@
+"""The one-machine engine: worker processes, shared memory, pipes of a few bytes.
+
+    master ── orders ──> template ── fork ──> worker 0, 1, ...
+       │ ── commands (one pipe each) ───────────> │
+       │ <── reports (one pipe for all) ───────── │
+       └─────── shared memory: parameters, batch, slots, one outbox each ───────┘
+
+Nothing on the hot path is pickled or allocated. No port is opened: the order
+socket is a nameless pair. A worker that ends, however it does, is reported by the
+template; the end of the master, however it comes, ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instep._errors import EngineUnavailableError, StartError
+from instep._exceptions import unpack_error
+from instep._frame import FrameRef, FrameWriter, aligned
+from instep._layout import Layout
+from instep._memory import Block
+from instep._program import Array, Program, Task
+from instep._reduction import average_slots, present_views, reduce_slots
+from instep._sharding import Batch
+from instep._ship import ship
+from instep._slots import Slots
+from instep._template import Setup
+from instep._wire import REPORT_NBYTES, Command, ForkOrder, Kind, Op, Report
+from instep.engines._base import Done, Event, Failed, Lost, Ready
+
+# Seconds a worker may take from its start to its first word, the framework's import
+# included: TensorFlow takes 8 s on a slow disk, more under load.
+START_TIMEOUT_S = 180.0
+# Seconds a worker may take to average its part: a memory-bound pass, never this long.
+AVERAGE_TIMEOUT_S = 60.0
+# How many workers in a row may end before one starts.
+START_FAILURES = 3
+# Bytes of outputs from which the workers average, each its part; below, the master
+# is done before they are awake.
+LARGE = 1 << 20
+
+_NO_TASK = Task(0, 0, 0, 0, 0, False, 0)
+_NO_FRAME = FrameRef(0, 0)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """The place of one worker; its process may change, its number stays."""
+
+    worker: int
+    incarnation: int
+    commands: int
+    outbox: Block
+    started: float
+    pid: int = 0
+    number: int = 0  # the command it carries out, 0: none
+    slot: int = -1  # the slot it may write to
+
+
+class Processes:
+    """Workers on this machine, forked from a template that has imported the framework.
+
+    Raises:
+        EngineUnavailableError: on a system without fork, such as Windows.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(os, "fork"):
+            raise EngineUnavailableError(
+                f"engine='processes' needs fork, which {sys.platform} does not have; "
+                "use engine='serial', or run under WSL"
+            )
+        self._owner = os.getpid()
+        self._seats: dict[int, _Seat] = {}
+        self._idle: dict[int, None] = {}  # an ordered set
+        self._leaving: dict[tuple[int, int], int] = {}  # killed, and the slot it held
+        self._pending: list[Event] = []
+        self._number = 0
+        self._oldest = 0  # commands with a lower number are forgotten
+        self._start_failures = 0
+        self._template: subprocess.Popen[bytes] | None = None
+        self._layout: Layout | None = None
+
+    def start(self, program: Program, workers: int, threads: int) -> None:
+        self._program = ship(program)
+        self._modules = tuple(program.modules)
+        self._threads = threads
+        self._blocks = [Block.create() for _ in range(3)]
+        self._params = FrameWriter(self._blocks[0])
+        self._batch = FrameWriter(self._blocks[1])
+        self._slots = Slots(self._blocks[2])
+        self._slot_of: dict[int, int] = {}
+        self._start_template()
+        for worker in range(workers):
+            self._start_worker(worker, 0)
+
+    def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
+        self._oldest = self._number + 1
+        for slot in self._slot_of.values():
+            self._slots.give(slot)
+        self._slot_of.clear()
+        if layout is not self._layout:
+            self._slots.resize(layout.nbytes)
+            self._layout = layout
+        self._refs = self._params.write(params, layout), self._batch.write(batch)
+        return sum(ref.nbytes for ref in self._refs)
+
+    def idle(self) -> list[int]:
+        return list(self._idle)
+
+    def submit(self, worker: int, task: Task) -> None:
+        slot = self._slots.take()
+        self._slot_of[task.shard] = slot
+        self._slots.hold(slot)
+        params, batch = self._refs
+        self._command(worker, Op.COMPUTE, slot, task, params, batch)
+
+    def wait(self, timeout: float | None) -> list[Event]:
+        if not self._pending:
+            self._receive(timeout)
+        events, self._pending = self._pending, []
+        return events
+
+    def average(self, weights: Sequence[float]) -> list[Array | None]:
+        assert self._layout is not None
+        offsets = [self._slot_of[shard] for shard in range(len(weights))]
+        slots = [self._slots.array(offset) for offset in offsets]
+        if self._layout.nbytes < LARGE or not self._idle:
+            return average_slots(slots, weights, self._layout)
+        result = self._slots.take()
+        self._average_in_workers(offsets, weights, result, slots)
+        out = self._slots.lend(result)
+        return present_views(slots, self._layout, out)
+
+    def replace(self, worker: int) -> None:
+        seat = self._vacate(worker)
+        self._order(Op.KILL, seat)
+        self._start_worker(worker, seat.incarnation + 1)
+
+    def abandon(self, *, at_once: bool) -> None:
+        self._oldest = self._number + 1
+        self._pending = [e for e in self._pending if isinstance(e, Lost | Ready)]
+        if at_once:
+            for worker in [w for w in self._seats if w not in self._idle]:
+                self.replace(worker)
+
+    def pids(self) -> tuple[int, ...]:
+        return tuple(seat.pid for seat in self._seats.values() if seat.pid)
+
+    def close(self) -> None:
+        if self._template is None or os.getpid() != self._owner:
+            return  # closed, or a fork of the master is ending: not its to close
+        template, self._template = self._template, None
+        for worker in list(self._seats):
+            self._vacate(worker)
+        self._orders.close()  # the template kills its workers and ends
+        try:
+            template.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            template.kill()  # the kernel then kills the workers
+            template.wait()
+        os.close(self._reports)
+        for block in self._blocks:
+            block.close()
+
+    # Starting and ending processes
+
+    def _start_template(self) -> None:
+        self._reports, report_fd = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(self._reports, select.POLLIN)
+        self._orders, orders = socket.socketpair()
+        setup = Block.create()
+        try:
+            self._template = self._popen(setup, report_fd, orders.fileno())
+        finally:
+            # Only workers and template may hold these ends: their end is then seen.
+            os.close(report_fd)
+            orders.close()
+            setup.close()
+
+    def _popen(self, block: Block, report_fd: int, orders: int) -> Any:
+        shared = self._blocks[0].fd, self._blocks[1].fd, self._blocks[2].fd
+        setup = Setup(
+            master=os.getpid(),
+            sys_path=tuple(sys.path),
+            modules=self._modules,
+            threads=self._threads,
+            report_fd=report_fd,
+            block_fds=shared,
+            program=self._program,
+        )
+        text = pickle.dumps(setup)
+        block.at_least(len(text))[: len(text)] = text
+        return subprocess.Popen(
+            [sys.executable, "-m", "instep._worker", str(block.fd), str(orders)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(block.fd, orders, report_fd, *shared),
+            env=worker_environment(self._threads),
+            start_new_session=True,  # Ctrl-C is the master's to handle
+        )
+
+    def _start_worker(self, worker: int, incarnation: int) -> None:
+        commands, write_end = os.pipe()
+        outbox = Block.create()
+        seat = _Seat(worker, incarnation, write_end, outbox, time.monotonic())
+        self._seats[worker] = seat
+        self._order(Op.START, seat, commands, outbox.fd)
+        os.close(commands)
+
+    def _order(self, op: Op, seat: _Seat, *fds: int) -> None:
+        order = ForkOrder(op, seat.worker, seat.incarnation)
+        with contextlib.suppress(BrokenPipeError):  # seen as the end of the reports
+            socket.send_fds(self._orders, [order.pack()], list(fds))
+
+    def _vacate(self, worker: int) -> _Seat:
+        """Takes the process out of its seat; its slot stays held until it has ended."""
+        seat = self._seats.pop(worker)
+        self._idle.pop(worker, None)
+        if seat.slot >= 0:
+            self._leaving[worker, seat.incarnation] = seat.slot
+        os.close(seat.commands)
+        seat.outbox.close()
+        return seat
+
+    # Commands and reports
+
+    def _command(
+        self,
+        worker: int,
+        op: Op,
+        slot: int,
+        task: Task = _NO_TASK,
+        params: FrameRef = _NO_FRAME,
+        batch: FrameRef = _NO_FRAME,
+        plan: int = 0,
+    ) -> None:
+        """Sends a command; the worker holds the slot until it has answered."""
+        seat = self._seats[worker]
+        self._idle.pop(worker)
+        self._number += 1
+        seat.number, seat.slot = self._number, slot
+        command = Command(
+            op, self._number, task, params, batch, slot, self._slots.end, plan
+        )
+        with contextlib.suppress(BrokenPipeError):  # the template reports its end
+            os.write(seat.commands, command.pack())
+
+    def _receive(self, timeout: float | None) -> None:
+        """Waits for reports and turns them into pending events."""
+        limit = _earliest(timeout, self._start_limit())
+        if not self._poll.poll(None if limit is None else max(0, 1000 * limit)):
+            self._give_up_late_starts()
+            return
+        records = os.read(self._reports, 64 * REPORT_NBYTES)
+        if not records:
+            self._restart_template()
+        for start in range(0, len(records), REPORT_NBYTES):
+            self._note(Report.unpack(records[start : start + REPORT_NBYTES]))
+
+    def _note(self, report: Report) -> None:
+        if report.kind is Kind.ENDED:
+            self._note_end(report)
+            return
+        seat = self._seats.get(report.worker)
+        if seat is None or seat.incarnation != report.incarnation:
+            return  # the word of a process that was replaced
+        if report.kind is Kind.READY:
+            self._note_ready(seat, report)
+        elif report.number == 0:
+            self._pending.append(Failed(seat.worker, *_error(seat, report), True))
+        else:
+            self._note_answer(seat, report)
+
+    def _note_ready(self, seat: _Seat, report: Report) -> None:
+        seat.pid, self._start_failures = report.status, 0
+        self._idle[seat.worker] = None
+        self._pending.append(Ready(seat.worker))
+
+    def _note_answer(self, seat: _Seat, report: Report) -> None:
+        self._idle[seat.worker] = None
+        self._slots.give(seat.slot)
+        seat.number, seat.slot = 0, -1
+        if report.kind is Kind.AVERAGED:
+            return
+        if report.number < self._oldest:
+            self._pending.append(Ready(seat.worker))
+        elif report.kind is Kind.FAILED:
+            self._pending.append(Failed(seat.worker, *_error(seat, report)))
+        else:
+            aux = _read(seat, report)
+            done = Done(seat.worker, report.loss, report.weight, aux, report.seconds)
+            self._pending.append(done)
+
+    def _note_end(self, report: Report) -> None:
+        slot = self._leaving.pop((report.worker, report.incarnation), -1)
+        seat = self._seats.get(report.worker)
+        if seat is not None and seat.incarnation == report.incarnation:
+            slot, seat.slot = seat.slot, -1
+            self._count_failed_start(seat, report)
+            self._pending.append(Lost(seat.worker, ending(report.status)))
+            self._idle.pop(seat.worker, None)
+            seat.pid = 0
+        if slot >= 0:
+            self._slots.give(slot)
+
+    # What can go wrong at the start
+
+    def _start_limit(self) -> float | None:
+        """Seconds until the first worker has taken too long to start."""
+        starts = [seat.started for seat in self._seats.values() if not seat.pid]
+        return min(starts) + START_TIMEOUT_S - time.monotonic() if starts else None
+
+    def _give_up_late_starts(self) -> None:
+        limit = self._start_limit()
+        if limit is not None and limit <= 0:
+            raise StartError(
+                f"no word from a new worker for {START_TIMEOUT_S:.0f} s; its imports "
+                f"({', '.join(self._modules)}) may hang, or the machine be overloaded"
+            )
+
+    def _count_failed_start(self, seat: _Seat, report: Report) -> None:
+        self._start_failures += not seat.pid
+        if self._start_failures >= START_FAILURES:
+            raise StartError(
+                f"{self._start_failures} workers in a row ended while starting, the "
+                f"last with {ending(report.status)}. The system may be out of memory, "
+                "or loading the loss may end the process; try "
+                "engine='serial' to see it happen in this process."
+            )
+
+    def _restart_template(self) -> None:
+        """The template has ended and all workers with it: starts them anew."""
+        assert self._template is not None
+        reason = ending(self._template.wait())
+        self._start_failures += not any(self.pids())
+        if self._start_failures >= START_FAILURES:
+            raise StartError(
+                f"the process that starts the workers ended with {reason}, "
+                f"{self._start_failures} times; see its output above"
+            )
+        os.close(self._reports)
+        self._orders.close()
+        self._start_template()
+        for worker, seat in list(self._seats.items()):
+            self._vacate(worker)
+            self._start_worker(worker, seat.incarnation + 1)
+            self._pending.append(Lost(worker, f"its template's {reason}"))
+        for slot in self._leaving.values():
+            self._slots.give(slot)
+        self._leaving.clear()
+
+    # Averaging large vectors
+
+    def _average_in_workers(
+        self,
+        offsets: list[int],
+        weights: Sequence[float],
+        result: int,
+        slots: list[Array],
+    ) -> None:
+        """Each idle worker combines its part of all slots into the result's."""
+        layout = self._layout
+        assert layout is not None
+        waiting: dict[int, tuple[int, int]] = {}
+        for worker, part in zip(self._idle.copy(), self._parts(), strict=False):
+            waiting[worker] = part
+            self._slots.hold(result)
+            plan = layout, offsets, list(weights), result, part
+            self._send_plan(worker, pickle.dumps(plan), result)
+        for part in self._unaveraged(waiting):
+            out = self._slots.array(result)
+            reduce_slots(slots, weights, layout, out, part)
+
+    def _parts(self) -> list[tuple[int, int]]:
+        assert self._layout is not None
+        nbytes, number = self._layout.nbytes, len(self._idle)
+        cuts = [aligned(nbytes * k // number) for k in range(number)] + [nbytes]
+        return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+    def _send_plan(self, worker: int, plan: bytes, result: int) -> None:
+        self._seats[worker].outbox.at_least(len(plan))[: len(plan)] = plan
+        self._command(worker, Op.AVERAGE, result, plan=len(plan))
+
+    def _unaveraged(self, waiting: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
+        """Waits for the parts; returns those whose worker was lost or too slow."""
+        numbers = {worker: self._seats[worker].number for worker in waiting}
+        deadline = time.monotonic() + AVERAGE_TIMEOUT_S
+        while self._busy_with(numbers) and time.monotonic() < deadline:
+            self._receive(deadline - time.monotonic())
+        late = self._busy_with(numbers)
+        lost = {e.worker for e in self._pending if isinstance(e, Lost)}
+        for worker in late:
+            self.replace(worker)
+        return [waiting[worker] for worker in waiting if worker in {*late, *lost}]
+
+    def _busy_with(self, numbers: dict[int, int]) -> list[int]:
+        """Workers that still carry out the command of this number."""
+        return [
+            worker
+            for worker, number in numbers.items()
+            if self._seats[worker].number == number and self._seats[worker].pid
+        ]
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """The environment of template and workers.
+
+    Every library that counts threads is told the number before it is loaded: some
+    start their threads at import, which must not happen in the template.
+    """
+    counted = ["OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR"]
+    limits = {f"{library}_NUM_THREADS": str(threads) for library in counted}
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    # One hash seed for all: it decides the order of sets, hence of sums over them.
+    shared = {"PYTHONHASHSEED": "0", **quiet, **os.environ}
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**shared, **limits, "PYTHONPATH": path}
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"signal {-status} ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def _earliest(first: float | None, second: float | None) -> float | None:
+    limits = [limit for limit in (first, second) if limit is not None]
+    return min(limits) if limits else None
+
+
+def _read(seat: _Seat, report: Report) -> Any:
+    if not report.nbytes:
+        return None
+    return pickle.loads(seat.outbox.at_least(report.nbytes)[: report.nbytes])
+
+
+def _error(seat: _Seat, report: Report) -> tuple[BaseException, str]:
+    text = seat.outbox.at_least(report.nbytes)[: report.nbytes]
+    return unpack_error(bytes(text))

@@ -1,0 +1,116 @@
+"""The serial engine: every shard in this process, one after the other.
+
+It is the definition of what a pool computes and the tool for debugging a loss
+(breakpoints work); the other engines give its bits.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import cloudpickle
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from instep._frame import FrameWriter
+from instep._layout import Layout
+from instep._program import Array, Program, Task
+from instep._reduction import average_slots
+from instep._seeding import preserved_generators
+from instep._shard import ShardRunner
+from instep._sharding import Batch
+from instep.engines._base import Done, Event, Failed
+
+_WORKER = 0
+
+
+class PrivateMemory:
+    """Memory of this process, aligned as shared memory is."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def at_least(self, nbytes: int) -> memoryview:
+        """A buffer of `nbytes` or more that starts on a 64-byte boundary."""
+        if self._bytes.nbytes < nbytes or not self._bytes.nbytes:
+            raw = np.zeros(nbytes + 64, np.uint8)
+            self._bytes = raw[-raw.ctypes.data % 64 :]
+        return memoryview(self._bytes)
+
+
+class Serial:
+    """Computes a shard when asked what happened to it."""
+
+    def __init__(self) -> None:
+        self._memory = [PrivateMemory() for _ in range(3)]
+        self._params = FrameWriter(self._memory[0])
+        self._batch = FrameWriter(self._memory[1])
+        self._task: Task | None = None
+
+    def start(self, program: Program, workers: int, threads: int) -> None:
+        # Through the pickle, so that a loss which cannot travel fails here too and
+        # one that keeps state behaves as it does in a worker.
+        self._program: Program = cloudpickle.loads(cloudpickle.dumps(program))
+        self._runner: ShardRunner | None = None
+        self._threads = threads
+
+    def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
+        self._layout = layout
+        self._refs = self._params.write(params, layout), self._batch.write(batch)
+        self._slots = self._memory[2].at_least(layout.nbytes * len(batch.bounds))
+        return sum(ref.nbytes for ref in self._refs)
+
+    def idle(self) -> list[int]:
+        return [] if self._task else [_WORKER]
+
+    def submit(self, worker: int, task: Task) -> None:
+        self._task = task
+
+    def wait(self, timeout: float | None) -> list[Event]:
+        task, self._task = self._task, None
+        if task is None:
+            return []
+        try:
+            return [self._run(task)]
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            return [Failed(_WORKER, error, text)]
+
+    def average(self, weights: Sequence[float]) -> list[Array | None]:
+        size = self._layout.nbytes
+        slots = np.frombuffer(self._slots, np.uint8)
+        rows = slots[: size * len(weights)].reshape(len(weights), size)
+        return average_slots(list(rows), weights, self._layout)
+
+    def replace(self, worker: int) -> None:
+        self._runner = None
+
+    def abandon(self, *, at_once: bool) -> None:
+        self._task = None
+
+    def pids(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None:
+        self._task = None
+
+    def _run(self, task: Task) -> Done:
+        with ExitStack() as stack:
+            stack.enter_context(preserved_generators())
+            runner = self._runner or self._start_runner()
+            stack.enter_context(self._pools.limit(limits=self._threads))
+            params, batch = zip(self._buffers(), self._refs, strict=True)
+            slot = self._slots, task.shard * self._layout.nbytes
+            answer = runner.run(task, params, batch, slot)
+        aux = cloudpickle.loads(answer.aux) if answer.aux else None
+        return Done(_WORKER, answer.loss, answer.weight, aux, answer.seconds)
+
+    def _start_runner(self) -> ShardRunner:
+        self._runner = ShardRunner(self._program, self._threads)
+        self._pools = ThreadpoolController()  # once: finding them takes 1 ms
+        return self._runner
+
+    def _buffers(self) -> list[memoryview]:
+        return [memory.at_least(0) for memory in self._memory[:2]]

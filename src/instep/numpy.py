@@ -1,0 +1,146 @@
+"""NumPy and SciPy: a function that returns loss and gradient, computed by a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from instep._errors import GradientError, LossError
+from instep._options import Options
+from instep._pool import Outcome, Pool
+from instep._program import Array, Output, ShardResult, Task
+from instep._tree import Structure, flatten, leaf_names, unflatten
+from instep._values import Weighted
+
+
+def value_and_grad(fun: Callable[..., Any], **options: Any) -> GradientPool:
+    """A function like `fun` that computes loss and gradient with several processes.
+
+    The batch is split into shards by rows, each worker calls `fun` on its shards,
+    and the results are averaged, weighted by rows. For a `fun` that returns the mean
+    over the rows it is given, that is `fun` of the whole batch.
+
+    Args:
+        fun: `fun(params, *batch) -> (loss, grad)`. `params` is an array, a float or
+            a tree of them, `grad` has its structure, shapes and dtypes. `loss` is a
+            number, the mean over the rows, or `instep.Weighted(mean, weight)`. With
+            `has_aux=True`, `fun` returns `((loss, aux), grad)`. The arrays that
+            `fun` is given are read-only.
+        **options: see `instep.Options`: workers, shards, threads, engine, seed,
+            timeout, retries, reduction, has_aux.
+
+    Returns:
+        A `GradientPool`, called as `fun` is.
+
+    Raises:
+        ArgumentError: an option has a value that makes no sense.
+        ShipError: `fun` cannot be sent to another process.
+
+    Example:
+        >>> import numpy as np
+        >>> import instep
+        >>> def fun(w, x):
+        ...     return np.mean(w * x), np.mean(x)
+        >>> with instep.numpy.value_and_grad(fun, workers=2, shards=3) as pool:
+        ...     loss, grad = pool(np.float64(2.0), np.arange(1.0, 51.0))
+        >>> float(loss), float(grad)
+        (51.0, 25.5)
+    """
+    settings = Options.of(**options)
+    return GradientPool(NumpyProgram(fun, settings.has_aux), settings)
+
+
+class GradientPool(Pool):
+    """Loss and gradient of a whole batch; made by `value_and_grad`."""
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        """`(loss, grad)`, or `((loss, aux), grad)`, over the whole batch.
+
+        Args:
+            params: array, float or tree of them.
+            batch: arrays (or trees of them) with the same number of rows, and
+                numbers, which every shard gets as they are.
+
+        Raises:
+            BatchError: the batch cannot be split; names the field.
+            GradientError: a parameter is of a kind that has no gradient, or `fun`
+                gave a gradient of another shape or dtype.
+        """
+        leaves, structure = flatten(params)
+        outcome = self._step(params, batch, self._outputs(leaves, structure))
+        grads = map(_like, outcome.outputs, leaves)
+        return self._value(outcome), unflatten(structure, grads)
+
+    def evaluate(self, params: Any, *batch: Any) -> Any:
+        """The loss (or `(loss, aux)`) over the whole batch, without the gradient."""
+        leaves, structure = flatten(params)
+        outputs = self._outputs(leaves, structure)
+        return self._value(self._step(params, batch, outputs, gradient=False))
+
+    def _value(self, outcome: Outcome) -> Any:
+        return (outcome.loss, outcome.aux) if self._options.has_aux else outcome.loss
+
+    def _outputs(self, leaves: Sequence[Any], structure: Structure) -> list[Output]:
+        names = leaf_names(structure, "params")
+        rule = self._options.reduction
+        return [_output(n, leaf, rule) for n, leaf in zip(names, leaves, strict=True)]
+
+
+@dataclass
+class NumpyProgram:
+    """Calls `fun` in the worker and takes its gradient apart."""
+
+    fun: Callable[..., Any]
+    has_aux: bool
+    modules: tuple[str, ...] = field(default=("numpy",))
+
+    def start(self, threads: int) -> None:
+        """NumPy needs nothing; its thread pools are limited by the worker."""
+
+    def compute(self, params: Any, batch: tuple[Any, ...], task: Task) -> ShardResult:
+        value, grad = _pair(self.fun(params, *batch), "(loss, grad)")
+        loss, aux = (
+            _pair(value, "((loss, aux), grad)") if self.has_aux else (value, None)
+        )
+        weight = None
+        if isinstance(loss, Weighted):
+            loss, weight = loss.value, loss.weight
+        grads, structure = flatten(grad)
+        expected = flatten(params)[1]
+        if structure != expected:
+            raise GradientError(_structure_problem(expected, structure))
+        return ShardResult(loss, weight, [np.asarray(leaf) for leaf in grads], aux)
+
+
+def _pair(value: Any, form: str) -> tuple[Any, Any]:
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return value[0], value[1]
+    raise LossError(f"the function returned a {type(value).__name__}; expected {form}")
+
+
+def _structure_problem(expected: Structure, got: Structure) -> str:
+    return (
+        f"the gradient has the leaves {leaf_names(got, 'grad')}; expected one for "
+        f"each parameter: {leaf_names(expected, 'params')}"
+    )
+
+
+def _output(name: str, leaf: Any, rule: Any) -> Output:
+    array = np.asarray(leaf)
+    if array.dtype.kind not in "fcV":
+        raise GradientError(
+            f"{name} has dtype {array.dtype}, for which there is no gradient; expected "
+            "floating-point parameters. Pass what is not to be fitted as part of the "
+            "batch, or convert it: params.astype(float)"
+        )
+    return Output(array.shape, array.dtype, rule, name)
+
+
+def _like(grad: Array | None, leaf: Any) -> Any:
+    """The gradient as an array where the parameter is one, else as a number."""
+    if grad is None or isinstance(leaf, np.ndarray):
+        return grad
+    return grad[()]
