@@ -11,6 +11,7 @@ What is split, leaf by leaf:
 from __future__ import annotations
 
 import enum
+import itertools
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def shard_bounds(rows: int, shards: int) -> Bounds:
     """
     size, larger = divmod(rows, shards)
     starts = [k * size + min(k, larger) for k in range(min(shards, rows) + 1)]
-    return tuple(zip(starts[:-1], starts[1:], strict=True))
+    return tuple(itertools.pairwise(starts))
 
 
 def split(
@@ -110,7 +111,7 @@ def _holds_arrays(node: Any) -> bool:
 
 
 def _kind(leaf: Any, may_split: bool) -> Kind:
-    if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return Kind.ROWS if may_split and leaf.ndim else Kind.WHOLE
     if isinstance(leaf, bool | float | complex | np.generic) or _is_int64(leaf):
         return Kind.SCALAR
@@ -128,7 +129,8 @@ def _is_int64(leaf: Any) -> bool:
 
 
 def _is_dense(leaf: Any) -> bool:
-    return hasattr(leaf, "__array__") and getattr(leaf, "dtype", None) != object
+    dtype = getattr(leaf, "dtype", None)
+    return hasattr(leaf, "__array__") and getattr(dtype, "kind", "") != "O"
 
 
 def _as_array(leaf: Any) -> Any:

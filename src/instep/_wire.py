@@ -121,8 +121,13 @@ class Report:
     @classmethod
     def unpack(cls, record: bytes) -> Report:
         """The report in these bytes."""
-        kind, *middle, status, code, loss = _REPORT.unpack(record)
-        return cls(Kind(kind), *middle, _unpack_loss(code, loss), status)
+        kind, worker, incarnation, *middle, code, raw = _REPORT.unpack(record)
+        number, weight, seconds, nbytes, status = middle
+        return cls(
+            *(Kind(kind), worker, incarnation, number, weight, seconds, nbytes),
+            loss=_unpack_loss(code, raw),
+            status=status,
+        )
 
 
 @dataclass(frozen=True, slots=True)

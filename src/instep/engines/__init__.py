@@ -26,5 +26,5 @@ def make_engine(engine: str | Engine) -> Engine:
         raise EngineUnavailableError(
             f"engine={engine!r}; known engines: {', '.join(map(repr, _MODULES))}"
         )
-    module, name = _MODULES[cast(str, engine)]
+    module, name = _MODULES[engine]
     return cast(Engine, getattr(importlib.import_module(module), name)())

@@ -13,6 +13,7 @@ template; the end of the master, however it comes, ends them all.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import select
@@ -387,7 +388,7 @@ class Processes:
         assert self._layout is not None
         nbytes, number = self._layout.nbytes, len(self._idle)
         cuts = [aligned(nbytes * k // number) for k in range(number)] + [nbytes]
-        return list(zip(cuts[:-1], cuts[1:], strict=True))
+        return list(itertools.pairwise(cuts))
 
     def _send_plan(self, worker: int, plan: bytes, result: int) -> None:
         self._seats[worker].outbox.at_least(len(plan))[: len(plan)] = plan

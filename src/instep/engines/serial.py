@@ -37,7 +37,7 @@ class PrivateMemory:
         if self._bytes.nbytes < nbytes or not self._bytes.nbytes:
             raw = np.zeros(nbytes + 64, np.uint8)
             self._bytes = raw[-raw.ctypes.data % 64 :]
-        return memoryview(self._bytes)
+        return self._bytes.data
 
 
 class Serial:
