@@ -1,0 +1,61 @@
+"""Every test ends within a minute and leaves no process, memory or descriptor."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+GUARD_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _guard_against_hangs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the whole run, with every thread's traceback, rather than hang."""
+    seconds = request.node.get_closest_marker("guard")
+    faulthandler.dump_traceback_later(
+        seconds.args[0] if seconds else GUARD_S, exit=True
+    )
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace(_guard_against_hangs: None) -> Iterator[None]:
+    """No child process, shared memory or descriptor more than before the test."""
+    before = _instep_descriptors()
+    children = _children()
+    yield
+    gc.collect()
+    wait_until(lambda: _children() <= children, "a child process is left")
+    assert _instep_descriptors() <= before
+    assert not [name for name in os.listdir("/dev/shm") if "instep" in name]
+
+
+def wait_until(condition: Callable[[], bool], problem: str, seconds: float = 5) -> None:
+    """Waits for a condition that another process brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, problem
+        time.sleep(0.01)
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _instep_descriptors() -> int:
+    """Descriptors of this process that are shared memory of a pool."""
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            count += "memfd:instep" in os.readlink(entry)
+        except OSError:
+            continue  # the listing's own descriptor
+    return count
