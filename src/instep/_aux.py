@@ -12,8 +12,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ from instep._tree import flatten, leaf_names, unflatten
 from instep._values import Sum
 
 
-@dataclass(frozen=True, slots=True)
-class ShardAnswer:
+class ShardAnswer(NamedTuple):
     """What the master keeps of one shard."""
 
     weight: float

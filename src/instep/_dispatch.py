@@ -65,6 +65,8 @@ class Dispatcher:
         return [call.answers[shard] for shard in range(len(tasks))]
 
     def _assign(self, call: _Call) -> None:
+        if not call.schedule.has_waiting:
+            return
         for worker, shard in call.schedule.assign(self._engine.idle()):
             self._engine.submit(worker, call.tasks[shard])
             if self._timeout is not None:
@@ -111,6 +113,8 @@ class Dispatcher:
         return max(0.0, min(self._due.values()) - time.monotonic())
 
     def _replace_overdue(self, call: _Call) -> None:
+        if not self._due:
+            return
         now = time.monotonic()
         for worker in [w for w, due in self._due.items() if due <= now]:
             del self._due[worker]

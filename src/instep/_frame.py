@@ -12,14 +12,15 @@ from __future__ import annotations
 import pickle
 import struct
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import numpy as np
 
 from instep._program import Array
-from instep._sharding import Batch, Bounds, Kind, slice_items
-from instep._tree import Structure, unflatten
+from instep._sharding import Batch, Bounds, Kind, Plan, slice_items
+from instep._ship import ship_values
+from instep._tree import Structure, leaf_names, unflatten
 
 ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
@@ -67,8 +68,7 @@ class _Header:
     extra: Any
 
 
-@dataclass(frozen=True, slots=True)
-class FrameRef:
+class FrameRef(NamedTuple):
     """What a reader has to know of a frame: which header, and how many bytes."""
 
     header_id: int
@@ -80,8 +80,7 @@ class FrameWriter:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._signature: Any = None
-        self._extra: Any = None
+        self._written: Any = None  # what the header was made from
         self._header_id = 0
         self._nbytes = 0
         self._buffer = memory.at_least(0)
@@ -89,10 +88,11 @@ class FrameWriter:
 
     def write(self, batch: Batch, extra: Any = None) -> FrameRef:
         """Copies the leaves into memory; `extra` travels in the header."""
-        signature, objects = _signature(batch)
-        if signature != self._signature or extra is not self._extra:
+        objects = _pickled_objects(batch) if batch.plan.has_objects else _NO_OBJECTS
+        if self._written != (batch.plan, extra, objects):
+            self._written = None  # should this be interrupted half-way
             self._layout(batch, objects, extra)
-            self._signature, self._extra = signature, extra
+            self._written = batch.plan, extra, objects
         for target, leaf, start, stop in self._targets:
             source = batch.leaves[leaf]
             np.copyto(target, source if stop < 0 else source[start:stop])
@@ -100,8 +100,9 @@ class FrameWriter:
 
     def _layout(self, batch: Batch, objects: bytes, extra: Any) -> None:
         entries, size = _entries(batch)
+        plan = batch.plan
         header = _Header(
-            batch.structure, batch.bounds, entries, pickle.loads(objects), extra
+            plan.structure, plan.bounds, entries, pickle.loads(objects), extra
         )
         text = cloudpickle.dumps(header)
         start = aligned(_LENGTH.size + len(text))
@@ -109,7 +110,7 @@ class FrameWriter:
         self._buffer = self._memory.at_least(self._nbytes)
         self._buffer[: _LENGTH.size] = _LENGTH.pack(len(text))
         self._buffer[_LENGTH.size : _LENGTH.size + len(text)] = text
-        self._targets = list(_targets(self._buffer, start, entries, batch.bounds))
+        self._targets = list(_targets(self._buffer, start, entries, plan.bounds))
         self._header_id += 1
 
 
@@ -154,35 +155,34 @@ def _as_given(view: Array, python: type | None) -> Any:
     return view[()] if python is np.generic else python(view[()])
 
 
-def _signature(batch: Batch) -> tuple[Any, bytes]:
-    """What the header depends on, and the objects in it, pickled."""
-    arrays = [
-        (leaf.dtype, leaf.shape) if isinstance(leaf, np.ndarray) else type(leaf)
-        for leaf in batch.leaves
-    ]
-    objects = b"" if not _objects(batch) else cloudpickle.dumps(_objects(batch))
-    objects = objects or _NO_OBJECTS
-    return (batch.structure, batch.kinds, batch.bounds, arrays, objects), objects
-
-
 _NO_OBJECTS = pickle.dumps([])
 
 
-def _objects(batch: Batch) -> list[Any]:
-    pairs = zip(batch.leaves, batch.kinds, strict=True)
-    return [leaf for leaf, kind in pairs if kind in (Kind.ITEMS, Kind.OBJECT)]
+_OBJECT_KINDS = (Kind.ITEMS, Kind.OBJECT)
+
+
+def _pickled_objects(batch: Batch) -> bytes:
+    pairs = zip(batch.leaves, batch.plan.kinds, strict=True)
+    held = [leaf for leaf, kind in pairs if kind in _OBJECT_KINDS]
+    return ship_values(held, lambda: _object_names(batch.plan))
+
+
+def _object_names(plan: Plan) -> list[str]:
+    names = leaf_names(plan.structure, "batch")
+    pairs = zip(names, plan.kinds, strict=True)
+    return [name for name, kind in pairs if kind in _OBJECT_KINDS]
 
 
 def _entries(batch: Batch) -> tuple[tuple[_Entry, ...], int]:
     """One entry per leaf, and how many bytes the arrays take together."""
     entries: list[_Entry] = []
     size = index = 0
-    for leaf, kind in zip(batch.leaves, batch.kinds, strict=True):
-        if kind in (Kind.ITEMS, Kind.OBJECT):
+    for leaf, kind in zip(batch.leaves, batch.plan.kinds, strict=True):
+        if kind in _OBJECT_KINDS:
             entries.append(_ObjectEntry(index, sliced=kind is Kind.ITEMS))
             index += 1
             continue
-        entry, size = _array_entry(leaf, kind, batch.bounds, size)
+        entry, size = _array_entry(leaf, kind, batch.plan.bounds, size)
         entries.append(entry)
     return tuple(entries), size
 

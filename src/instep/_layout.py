@@ -29,9 +29,9 @@ class Segment:
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """The places of all outputs in a slot of `nbytes` bytes."""
+    """The places of all outputs in a slot of `nbytes` bytes; compared by identity."""
 
     outputs: tuple[Output, ...]
     offsets: tuple[int, ...]

@@ -17,11 +17,10 @@ from instep._layout import Layout
 from instep._options import Options
 from instep._program import Array, Output, Program, Task
 from instep._reduction import reduce_scalar
-from instep._seeding import shard_seed
-from instep._sharding import Batch, split, whole
+from instep._sharding import Batch, Splitter
 from instep._statistics import Statistics
 from instep.engines import make_engine
-from instep.engines._base import Done, Engine
+from instep.engines._base import Engine
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,6 +62,8 @@ class Pool:
         self._owner = os.getpid()
         self._steps = self._version = self._bytes_moved = 0
         self._layout = Layout.of([])
+        self._outputs: Sequence[Output] = ()
+        self._splitter, self._params = Splitter(self._shards), Splitter(1)
         self._broken: BaseException | None = None
         self._engine: Engine = make_engine(options.engine)
         self._dispatcher = Dispatcher(self._engine, options)
@@ -138,9 +139,11 @@ class Pool:
         """
         with self._lock:
             self._check_usable()
-            parts = split(batch, self._shards, split_arguments)
+            parts = self._splitter.split(batch, split_arguments)
             try:
-                return self._compute(whole(params), parts, outputs, gradient)
+                return self._compute(
+                    self._params.whole(params), parts, outputs, gradient
+                )
             except StartError as error:
                 self._broken = error
                 self._engine.close()
@@ -165,31 +168,25 @@ class Pool:
             averaged = self._engine.average(weights)
             self._bytes_moved += layout.nbytes * len(answers)
             self._steps += 1
-        loss = _loss(answers, weights, rule)
-        rows = [stop - start for start, stop in batch.bounds]
+        loss = reduce_scalar([answer.loss for answer in answers], weights, rule)
         shards = [
-            ShardAnswer(answer.weight, number, answer.aux)
-            for answer, number in zip(answers, rows, strict=True)
+            ShardAnswer(answer.weight, stop - start, answer.aux)
+            for answer, (start, stop) in zip(answers, batch.plan.bounds, strict=True)
         ]
         return Outcome(loss, float(sum(weights)), averaged, shards)
 
     def _tasks(self, batch: Batch, gradient: bool) -> list[Task]:
+        bounds, seed = batch.plan.bounds, self._options.seed % 2**63
+        step, version = self._steps, self._version
         return [
-            Task(
-                step=self._steps,
-                shard=shard,
-                shards=len(batch.bounds),
-                rows=stop - start,
-                seed=shard_seed(self._options.seed, self._steps, shard),
-                gradient=gradient,
-                version=self._version,
-            )
-            for shard, (start, stop) in enumerate(batch.bounds)
+            Task(step, shard, len(bounds), stop - start, seed, gradient, version)
+            for shard, (start, stop) in enumerate(bounds)
         ]
 
     def _layout_of(self, outputs: Sequence[Output]) -> Layout:
-        if tuple(outputs) != self._layout.outputs:
+        if outputs is not self._outputs and tuple(outputs) != self._layout.outputs:
             self._layout = Layout.of(outputs)
+        self._outputs = outputs
         return self._layout
 
     def _check_usable(self) -> None:
@@ -204,7 +201,3 @@ class Pool:
                 f"this pool belongs to process {self._owner} and cannot be used in "
                 f"its fork {os.getpid()}; make a pool there"
             )
-
-
-def _loss(answers: Sequence[Done], weights: Sequence[float], rule: Any) -> Any:
-    return reduce_scalar([answer.loss for answer in answers], weights, rule)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+
+from instep._seeding import shard_seed
 
 Rule = Literal["mean", "sum"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One shard of one step, to be computed by one worker.
 
     Attributes:
@@ -21,7 +22,7 @@ class Task:
         shard: index of the shard, `0 <= shard < shards`.
         shards: number of shards that are not empty.
         rows: number of rows in the shard, at least 1.
-        seed: 64-bit hash of (pool's seed, step, shard), for every random generator.
+        pool_seed: the pool's seed.
         gradient: False for an evaluation: loss and aux only.
         version: changes whenever the parameters may have changed.
     """
@@ -30,9 +31,14 @@ class Task:
     shard: int
     shards: int
     rows: int
-    seed: int
+    pool_seed: int
     gradient: bool
     version: int
+
+    @property
+    def seed(self) -> int:
+        """64-bit hash of (pool's seed, step, shard), for every random generator."""
+        return shard_seed(self.pool_seed, self.step, self.shard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ float16 and bfloat16 are combined in float32 and rounded once, at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,8 @@ def reduce_scalar(values: Sequence[Any], weights: Sequence[float], rule: Rule) -
     if vector.dtype.kind in "biu":
         vector = vector.astype(np.float64)
     out = np.empty(1, vector.dtype)
-    reduce_vector(vector.reshape(-1, 1), weights, rule, out)
+    with np.errstate(all="ignore"):
+        reduce_vector(vector.reshape(-1, 1), weights, rule, out)
     return out[0]
 
 
@@ -57,8 +58,11 @@ def present_views(
     slots: Sequence[Array], layout: Layout, out: Array
 ) -> list[Array | None]:
     """`out` as one array per output; None where no slot has it."""
-    present = np.any([layout.present(slot) for slot in slots], axis=0)
+    marks = [bytes(layout.present(slot)) for slot in slots]
     views = layout.views(out)
+    if all(0 not in mark for mark in marks):
+        return list(views)
+    present = map(any, zip(*marks, strict=True))
     return [view if has else None for view, has in zip(views, present, strict=True)]
 
 
@@ -78,12 +82,13 @@ def reduce_slots(
         out: uint8 vector of `layout.nbytes`; not one of `slots`.
         part: bytes (start, stop), multiples of the alignment.
     """
-    for segment in layout.segments:
-        start, stop = _clip(segment, part)
-        if start < stop:
-            sources = [slot[start:stop].view(segment.dtype) for slot in slots]
-            target = out[start:stop].view(segment.dtype)
-            reduce_vector(sources, weights, segment.rule, target)
+    with np.errstate(all="ignore"):  # a NaN or an overflow is the user's to see
+        for segment in layout.segments:
+            start, stop = _clip(segment, part)
+            if start < stop:
+                sources = [slot[start:stop].view(segment.dtype) for slot in slots]
+                target = out[start:stop].view(segment.dtype)
+                reduce_vector(sources, weights, segment.rule, target)
 
 
 def reduce_vector(
@@ -91,12 +96,12 @@ def reduce_vector(
 ) -> None:
     """Combines equally long vectors along the tree, a cache-sized block at a time."""
     work = _working_dtype(out.dtype)
-    step = max(1, BLOCK // work.itemsize)
-    tree = _Tree(weights, rule, min(step, len(out)), work)
-    with np.errstate(all="ignore"):  # a NaN or an overflow is the user's to see
-        for start in range(0, len(out), step):
-            block = [source[start : start + step] for source in sources]
-            out[start : start + step] = tree.reduce(block)
+    step = min(len(out), BLOCK // work.itemsize)
+    scratch = np.empty(((len(weights) - 1).bit_length() + 2, step), work)
+    for start in range(0, len(out), step or 1):
+        block = [source[start : start + step] for source in sources]
+        node = _Node(block, weights, rule, scratch[:, : len(block[0])])
+        out[start : start + step] = node.combine(0, len(block), 0)[1]
 
 
 def _clip(segment: Segment, part: tuple[int, int] | None) -> tuple[int, int]:
@@ -110,37 +115,27 @@ def _working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half else dtype
 
 
-class _Tree:
-    """The tree over one block; its scratch is reused from block to block."""
+class _Node(NamedTuple):
+    """The tree over one block of all shards, with room for what is under way."""
 
-    def __init__(
-        self, weights: Sequence[float], rule: Rule, size: int, dtype: np.dtype[Any]
-    ) -> None:
-        self._weights = [float(weight) for weight in weights]
-        self._rule = rule
-        depth = (len(weights) - 1).bit_length()
-        self._scratch = np.empty((depth + 2, size), dtype)
+    block: Sequence[Array]
+    weights: Sequence[float]
+    rule: Rule
+    scratch: Array
 
-    def reduce(self, block: Sequence[Array]) -> Array:
-        """The root's mean for this block."""
-        return self._node(block, 0, len(block), 0)[1]
-
-    def _node(
-        self, block: Sequence[Array], start: int, stop: int, top: int
-    ) -> tuple[float, Array]:
+    def combine(self, start: int, stop: int, top: int) -> tuple[float, Array]:
         """Weight and mean of shards `start` to `stop`, in scratch row `top`."""
         if stop - start == 1:
-            return self._weights[start], self._widened(block[start])
+            leaf = self.block[start].astype(self.scratch.dtype, copy=False)
+            return self.weights[start], leaf
         # The largest power of two below the count: pairs of neighbours, level by
         # level, the odd one passing up.
         middle = start + (1 << (stop - start - 1).bit_length() - 1)
-        left = self._node(block, start, middle, top)
-        right = self._node(block, middle, stop, top + 1)
-        out, spare = self._scratch[top : top + 2, : len(block[start])]
-        return combine(*left, *right, self._rule, out, spare)
-
-    def _widened(self, source: Array) -> Array:
-        return source.astype(self._scratch.dtype, copy=False)
+        left = self.combine(start, middle, top)
+        right = self.combine(middle, stop, top + 1)
+        return combine(
+            *left, *right, self.rule, self.scratch[top], self.scratch[top + 1]
+        )
 
 
 def combine(

@@ -16,16 +16,15 @@ from collections.abc import Iterable, Sequence
 
 from instep._sharding import shard_bounds
 
+_EMPTY = [0, 0]
+
 
 class Schedule:
     """The shards of one call: waiting, running, finished."""
 
     def __init__(self, shards: int, workers: Sequence[int], retries: int) -> None:
-        runs = shard_bounds(shards, len(workers))
-        self._runs: dict[int, deque[int]] = {
-            worker: deque(range(start, stop))
-            for worker, (start, stop) in zip(workers, runs, strict=False)
-        }
+        runs = map(list, shard_bounds(shards, len(workers)))
+        self._runs = dict(zip(workers, runs, strict=False))  # worker: [next, stop]
         self._again: deque[int] = deque()
         self._running: dict[int, int] = {}
         self._unfinished = set(range(shards))
@@ -42,14 +41,19 @@ class Schedule:
         """How many times a shard was handed out again after a loss."""
         return sum(self._losses.values())
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is a shard that nobody computes."""
+        return len(self._running) < len(self._unfinished)
+
     def assign(self, idle: Iterable[int]) -> list[tuple[int, int]]:
         """(worker, shard) for every idle worker there is work for."""
         started = []
         for worker in idle:
-            if len(self._running) == len(self._unfinished):
-                break  # all that is unfinished is running
-            started.append((worker, self._take(worker)))
-            self._running.update(started[-1:])
+            if not self.has_waiting:
+                break
+            self._running[worker] = shard = self._take(worker)
+            started.append((worker, shard))
         return started
 
     def finish(self, worker: int) -> int:
@@ -76,7 +80,10 @@ class Schedule:
     def _take(self, worker: int) -> int:
         if self._again:
             return self._again.popleft()
-        own = self._runs.get(worker)
-        if own:
-            return own.popleft()
-        return max(self._runs.values(), key=len).pop()
+        own = self._runs.get(worker, _EMPTY)
+        if own[0] < own[1]:
+            own[0] += 1
+            return own[0] - 1
+        longest = max(self._runs.values(), key=lambda run: run[1] - run[0])
+        longest[1] -= 1
+        return longest[1]

@@ -11,10 +11,11 @@ What is split, leaf by leaf:
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,29 @@ class Kind(enum.Enum):
     OBJECT = "any other value, the same for every shard"
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch (or parameters) taken apart: leaves, how each is split, and where."""
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the leaves of batches of one form are split, and where.
+
+    Compared by identity: batches of the same form share their plan.
+    """
 
     structure: Structure
-    leaves: list[Any]
     kinds: tuple[Kind, ...]
     rows: int
     bounds: Bounds
+    has_objects: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch (or parameters) taken apart: its plan and its leaves."""
+
+    plan: Plan
+    leaves: list[Any]
+
+
+@functools.lru_cache(maxsize=64)
 def shard_bounds(rows: int, shards: int) -> Bounds:
     """(start, stop) of every shard that has rows; sizes as `numpy.array_split`.
 
@@ -60,38 +73,44 @@ def shard_bounds(rows: int, shards: int) -> Bounds:
     return tuple(itertools.pairwise(starts))
 
 
-def split(
-    batch: tuple[Any, ...], shards: int, splits: Sequence[bool] | None = None
-) -> Batch:
-    """Takes a batch apart into leaves and row bounds.
+class Splitter:
+    """Takes batches apart; the plan is made again only when their form changes."""
 
-    Args:
-        batch: the arguments after the parameters; any pytrees.
-        shards: how many parts; with fewer rows than that, one row each.
-        splits: per argument, False where it goes whole to every shard.
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._form: Any = None
+        self._plan: Plan | None = None
 
-    Raises:
-        BatchError: fields with different numbers of rows, no rows, or a value that
-            is neither split nor a plain scalar; names the field.
-    """
-    leaves, structure = flatten(batch, is_row_list)
-    may_split = _spread(structure, splits)
-    kinds = tuple(map(_kind, leaves, may_split))
-    leaves = [
-        _as_array(leaf) if kind in (Kind.ROWS, Kind.WHOLE) else leaf
-        for leaf, kind in zip(leaves, kinds, strict=True)
-    ]
-    if Kind.OBJECT in kinds:
-        _check_objects(leaves, kinds, structure)
-    rows = _common_rows(leaves, kinds, structure)
-    return Batch(structure, leaves, kinds, rows, shard_bounds(rows, shards))
+    def split(
+        self, batch: tuple[Any, ...], splits: Sequence[bool] | None = None
+    ) -> Batch:
+        """Takes a batch apart into leaves and row bounds.
 
+        Args:
+            batch: the arguments after the parameters; any pytrees.
+            splits: per argument, False where it goes whole to every shard.
 
-def whole(tree: Any) -> Batch:
-    """Takes a tree of arrays and numbers apart that every shard gets as it is."""
-    leaves, structure = flatten(tree)
-    kinds = tuple(_kind(leaf, may_split=False) for leaf in leaves)
-    return Batch(structure, leaves, kinds, 0, ())
+        Raises:
+            BatchError: fields with different numbers of rows, no rows, or a value
+                that is neither split nor a plain scalar; names the field.
+        """
+        leaves, structure = flatten(batch, is_row_list)
+        form = structure, splits, list(map(_form, leaves))
+        if self._plan is None or form != self._form:
+            self._plan = _plan(leaves, structure, _spread(structure, splits))
+            bounds = shard_bounds(_common_rows(leaves, self._plan), self._shards)
+            self._plan = replace(self._plan, rows=bounds[-1][1], bounds=bounds)
+            self._form = form
+        return Batch(self._plan, _arrays(leaves, self._plan))
+
+    def whole(self, tree: Any) -> Batch:
+        """Takes a tree of arrays and numbers apart that goes whole to every shard."""
+        leaves, structure = flatten(tree)
+        form = structure, list(map(_form, leaves))
+        if self._plan is None or form != self._form:
+            self._plan = _plan(leaves, structure, [False] * len(leaves))
+            self._form = form
+        return Batch(self._plan, _arrays(leaves, self._plan))
 
 
 def slice_items(leaf: Any, start: int, stop: int) -> Any:
@@ -133,10 +152,6 @@ def _is_dense(leaf: Any) -> bool:
     return hasattr(leaf, "__array__") and getattr(dtype, "kind", "") != "O"
 
 
-def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-
-
 def _spread(structure: Structure, splits: Sequence[bool] | None) -> list[bool]:
     """One flag per leaf from one flag per argument."""
     sizes = [len(leaf_names(child, "")) for child in structure.children]
@@ -146,33 +161,60 @@ def _spread(structure: Structure, splits: Sequence[bool] | None) -> list[bool]:
     return [flag for flag, size in pairs for _ in range(size)]
 
 
-_SCALARS = (numbers.Number, np.generic, str, bytes, bool, enum.Enum, type(None))
+def _form(leaf: Any) -> Any:
+    """What decides how a leaf is split and stored."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype, leaf.shape
+    if isinstance(leaf, list):
+        return list, len(leaf)
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return type(leaf), shape, dtype, _is_int64(leaf)
 
 
-def _check_objects(
-    leaves: list[Any], kinds: tuple[Kind, ...], structure: Structure
-) -> None:
-    names = leaf_names(structure, "batch")
-    for name, leaf, kind in zip(names, leaves, kinds, strict=True):
-        plain = isinstance(leaf, _SCALARS) or callable(leaf) or hasattr(leaf, "shape")
-        if kind is Kind.OBJECT and not plain:
-            raise BatchError(
-                f"{name} is a {type(leaf).__name__}, which instep cannot split; "
-                "expected arrays, lists of rows, numbers or strings, in dicts, tuples "
-                "or lists. Convert it to an array, or let the loss close over it."
-            )
+def _plan(leaves: list[Any], structure: Structure, splits: Sequence[bool]) -> Plan:
+    kinds = tuple(map(_kind, leaves, splits))
+    has_objects = Kind.OBJECT in kinds or Kind.ITEMS in kinds
+    plan = Plan(structure, kinds, 0, (), has_objects)
+    for name, leaf, kind in zip(
+        leaf_names(structure, "batch"), leaves, kinds, strict=True
+    ):
+        if kind is Kind.OBJECT:
+            _check_object(name, leaf)
+    return plan
 
 
-def _common_rows(
-    leaves: list[Any], kinds: tuple[Kind, ...], structure: Structure
-) -> int:
+def _arrays(leaves: list[Any], plan: Plan) -> list[Any]:
+    """The leaves, those that are arrays of some other library as NumPy's."""
+    return [
+        np.asarray(leaf) if kind is Kind.ROWS or kind is Kind.WHOLE else leaf
+        for leaf, kind in zip(leaves, plan.kinds, strict=True)
+    ]
+
+
+_PLAIN = (numbers.Number, np.generic, str, bytes, enum.Enum)
+
+
+def _check_object(name: str, leaf: Any) -> None:
+    if (
+        not isinstance(leaf, _PLAIN)
+        and not callable(leaf)
+        and not hasattr(leaf, "shape")
+    ):
+        raise BatchError(
+            f"{name} is a {type(leaf).__name__}, which instep cannot split; expected "
+            "arrays, lists of rows, numbers or strings, in dicts, tuples or lists. "
+            "Convert it to an array, or let the loss close over it."
+        )
+
+
+def _common_rows(leaves: list[Any], plan: Plan) -> int:
     counts = [
         len(leaf) if isinstance(leaf, list) else leaf.shape[0]
-        for leaf, kind in zip(leaves, kinds, strict=True)
+        for leaf, kind in zip(leaves, plan.kinds, strict=True)
         if kind in (Kind.ROWS, Kind.ITEMS)
     ]
     if not counts or len(set(counts)) > 1 or counts[0] == 0:
-        raise BatchError(_row_problem(counts, kinds, structure))
+        raise BatchError(_row_problem(counts, plan.kinds, plan.structure))
     return int(counts[0])
 
 

@@ -8,6 +8,7 @@ array that lies in it, and is used again only after that.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class Slots:
         self._nbytes = 0
         self._base = 0  # what lies below has another size and is not used again
         self._end = 0
-        self._free: list[int] = []
+        self._free: deque[int] = deque()
         self._holders: dict[int, int] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
 
@@ -36,10 +37,10 @@ class Slots:
     def resize(self, nbytes: int) -> None:
         """Slots have this size from now on; those still held stay where they are."""
         self._take_back()
-        kept = [offset + self._nbytes for offset in (*self._holders, *self._lent)]
         if nbytes != self._nbytes:
-            self._free, self._nbytes = [], nbytes
-            self._base = self._end = max(kept, default=0)
+            self._base = self._end = max(map(self._stop, self._in_use()), default=0)
+            self._nbytes = nbytes
+            self._free.clear()
 
     def take(self) -> int:
         """The offset of a slot that nobody uses; the caller holds it."""
@@ -48,7 +49,7 @@ class Slots:
         if not self._free:
             self._free.append(self._end)
             self._end += self._nbytes
-        offset = self._free.pop()
+        offset = self._free.popleft()  # in turn: a worker meets its slot again
         self._holders[offset] = 1
         return offset
 
@@ -67,7 +68,7 @@ class Slots:
         """The slot as a uint8 vector; it stays in use while any view of it lives."""
         array = self.array(offset)
         self._lent[offset] = weakref.ref(array)
-        del self._holders[offset]
+        self.give(offset)  # a worker that is being killed may still hold it
         return array
 
     def array(self, offset: int) -> Array:
@@ -82,5 +83,12 @@ class Slots:
             self._release(offset)
 
     def _release(self, offset: int) -> None:
-        if offset >= self._base:
+        if offset >= self._base and offset not in self._in_use():
             self._free.append(offset)
+
+    def _in_use(self) -> set[int]:
+        return {*self._holders, *self._lent}
+
+    def _stop(self, offset: int) -> int:
+        """Where a slot ends, or that it ends below the base: its size is forgotten."""
+        return max(self._base, offset + self._nbytes)

@@ -110,7 +110,7 @@ class _Template:
         if len(record) < FORK_NBYTES:
             return False
         order = ForkOrder.unpack(record)
-        if order.op is Op.START:
+        if order.op == Op.START:
             self._fork(order, fds)
         else:
             self._kill(order)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,15 +48,14 @@ FORK_NBYTES = _FORK.size
 _LOSS_DTYPES = ("float64", "float32", "float16", "bfloat16", "longdouble")
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """Compute a shard, or average a part of the slots.
 
     To average, `plan` says how many bytes of pickled plan lie in the worker's
     outbox.
     """
 
-    op: Op
+    op: int
     number: int
     task: Task
     params: FrameRef
@@ -68,27 +66,21 @@ class Command:
 
     def pack(self) -> bytes:
         """The command as bytes."""
-        task, params, batch = self.task, self.params, self.batch
-        return _COMMAND.pack(
-            self.op,
-            self.number,
-            *(task.step, task.shard, task.shards, task.rows, task.seed),
-            *(task.gradient, task.version),
-            *(params.header_id, params.nbytes, batch.header_id, batch.nbytes),
-            *(self.slot, self.slots_nbytes, self.plan),
-        )
+        op, number, task, params, batch, *rest = self
+        return _COMMAND.pack(op, number, *task, *params, *batch, *rest)
 
     @classmethod
     def unpack(cls, record: bytes) -> Command:
         """The command in these bytes."""
-        op, number, *rest = _COMMAND.unpack(record)
-        task, refs, tail = Task(*rest[:7]), rest[7:11], rest[11:]
-        params, batch = FrameRef(*refs[:2]), FrameRef(*refs[2:])
-        return cls(Op(op), number, task, params, batch, *tail)
+        fields = _COMMAND.unpack(record)
+        op, number = fields[:2]
+        task, params, batch = Task(*fields[2:9]), fields[9:11], fields[11:13]
+        slot, slots_nbytes, plan = fields[13:]
+        frames = FrameRef(*params), FrameRef(*batch)
+        return cls(op, number, task, *frames, slot, slots_nbytes, plan)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """One record of the shared pipe.
 
     Attributes:
@@ -100,7 +92,7 @@ class Report:
             READY its process id.
     """
 
-    kind: Kind
+    kind: int
     worker: int
     incarnation: int
     number: int = 0
@@ -123,18 +115,16 @@ class Report:
         """The report in these bytes."""
         kind, worker, incarnation, *middle, code, raw = _REPORT.unpack(record)
         number, weight, seconds, nbytes, status = middle
+        loss = _unpack_loss(code, raw)
         return cls(
-            *(Kind(kind), worker, incarnation, number, weight, seconds, nbytes),
-            loss=_unpack_loss(code, raw),
-            status=status,
+            *(kind, worker, incarnation, number, weight, seconds, nbytes, loss, status)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ForkOrder:
+class ForkOrder(NamedTuple):
     """Asks the template to start or to kill a worker."""
 
-    op: Op
+    op: int
     worker: int
     incarnation: int
 
@@ -146,7 +136,7 @@ class ForkOrder:
     def unpack(cls, record: bytes) -> ForkOrder:
         """The order in these bytes."""
         op, worker, incarnation = _FORK.unpack(record)
-        return cls(Op(op), worker, incarnation)
+        return cls(op, worker, incarnation)
 
 
 def _pack_loss(loss: Any) -> tuple[int, bytes]:

@@ -83,21 +83,19 @@ class _Desk:
         return Command.unpack(record) if record else None
 
     def _obey(self, command: Command) -> None:
-        if command.op is Op.AVERAGE:
+        if command.op == Op.AVERAGE:
             self._average(command)
             return
+        params = self._params.at_least(command.params.nbytes), command.params
+        batch = self._batch.at_least(command.batch.nbytes), command.batch
+        slot = self._slots.at_least(command.slots_nbytes), command.slot
         try:
-            answer = self._compute(command)
+            answer = self._runner.run(command.task, params, batch, slot)
         except BaseException as error:
             self._fail(command.number, error)
         else:
             self._answer(command.number, answer)
-
-    def _compute(self, command: Command) -> Answer:
-        params = self._params.at_least(command.params.nbytes), command.params
-        batch = self._batch.at_least(command.batch.nbytes), command.batch
-        slot = self._slots.at_least(command.slots_nbytes), command.slot
-        return self._runner.run(command.task, params, batch, slot)
+            self._runner.prepare(command.task, params, batch, slot)
 
     def _answer(self, number: int, answer: Answer) -> None:
         self._post(answer.aux)

@@ -56,6 +56,11 @@ def value_and_grad(fun: Callable[..., Any], **options: Any) -> GradientPool:
 class GradientPool(Pool):
     """Loss and gradient of a whole batch; made by `value_and_grad`."""
 
+    def __init__(self, program: NumpyProgram, options: Options) -> None:
+        super().__init__(program, options)
+        self._form: Any = None
+        self._expected: list[Output] = []
+
     def __call__(self, params: Any, *batch: Any) -> Any:
         """`(loss, grad)`, or `((loss, aux), grad)`, over the whole batch.
 
@@ -70,23 +75,27 @@ class GradientPool(Pool):
                 gave a gradient of another shape or dtype.
         """
         leaves, structure = flatten(params)
-        outcome = self._step(params, batch, self._outputs(leaves, structure))
+        outcome = self._step(params, batch, self._gradients(leaves, structure))
         grads = map(_like, outcome.outputs, leaves)
         return self._value(outcome), unflatten(structure, grads)
 
     def evaluate(self, params: Any, *batch: Any) -> Any:
         """The loss (or `(loss, aux)`) over the whole batch, without the gradient."""
         leaves, structure = flatten(params)
-        outputs = self._outputs(leaves, structure)
+        outputs = self._gradients(leaves, structure)
         return self._value(self._step(params, batch, outputs, gradient=False))
 
     def _value(self, outcome: Outcome) -> Any:
         return (outcome.loss, outcome.aux) if self._options.has_aux else outcome.loss
 
-    def _outputs(self, leaves: Sequence[Any], structure: Structure) -> list[Output]:
-        names = leaf_names(structure, "params")
-        rule = self._options.reduction
-        return [_output(n, leaf, rule) for n, leaf in zip(names, leaves, strict=True)]
+    def _gradients(self, leaves: list[Any], structure: Structure) -> Sequence[Output]:
+        form = structure, [(type(x), np.shape(x), np.result_type(x)) for x in leaves]
+        if form != self._form:
+            names, rule = leaf_names(structure, "params"), self._options.reduction
+            pairs = zip(names, leaves, strict=True)
+            self._expected = [_output(name, leaf, rule) for name, leaf in pairs]
+            self._form = form
+        return self._expected
 
 
 @dataclass

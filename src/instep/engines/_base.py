@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from instep._layout import Layout
 from instep._program import Array, Program, Task
 from instep._sharding import Batch
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """A worker has computed a shard; its outputs wait to be averaged."""
 
     worker: int

@@ -63,7 +63,6 @@ class _Seat:
     incarnation: int
     commands: int
     outbox: Block
-    started: float
     pid: int = 0
     number: int = 0  # the command it carries out, 0: none
     slot: int = -1  # the slot it may write to
@@ -84,6 +83,7 @@ class Processes:
             )
         self._owner = os.getpid()
         self._seats: dict[int, _Seat] = {}
+        self._starting: dict[int, float] = {}  # and since when
         self._idle: dict[int, None] = {}  # an ordered set
         self._leaving: dict[tuple[int, int], int] = {}  # killed, and the slot it held
         self._pending: list[Event] = []
@@ -165,7 +165,10 @@ class Processes:
         template, self._template = self._template, None
         for worker in list(self._seats):
             self._vacate(worker)
-        self._orders.close()  # the template kills its workers and ends
+        # The template then kills its workers and ends. Closing would not be enough
+        # where a fork of the master has the socket too.
+        self._orders.shutdown(socket.SHUT_RDWR)
+        self._orders.close()
         try:
             template.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -174,6 +177,7 @@ class Processes:
         os.close(self._reports)
         for block in self._blocks:
             block.close()
+        del self._params, self._batch, self._slots  # they hold views of the blocks
 
     # Starting and ending processes
 
@@ -215,8 +219,9 @@ class Processes:
     def _start_worker(self, worker: int, incarnation: int) -> None:
         commands, write_end = os.pipe()
         outbox = Block.create()
-        seat = _Seat(worker, incarnation, write_end, outbox, time.monotonic())
+        seat = _Seat(worker, incarnation, write_end, outbox)
         self._seats[worker] = seat
+        self._starting[worker] = time.monotonic()
         self._order(Op.START, seat, commands, outbox.fd)
         os.close(commands)
 
@@ -229,6 +234,7 @@ class Processes:
         """Takes the process out of its seat; its slot stays held until it has ended."""
         seat = self._seats.pop(worker)
         self._idle.pop(worker, None)
+        self._starting.pop(worker, None)
         if seat.slot >= 0:
             self._leaving[worker, seat.incarnation] = seat.slot
         os.close(seat.commands)
@@ -261,7 +267,7 @@ class Processes:
     def _receive(self, timeout: float | None) -> None:
         """Waits for reports and turns them into pending events."""
         limit = _earliest(timeout, self._start_limit())
-        if not self._poll.poll(None if limit is None else max(0, 1000 * limit)):
+        if limit is not None and not self._poll.poll(max(0, 1000 * limit)):
             self._give_up_late_starts()
             return
         records = os.read(self._reports, 64 * REPORT_NBYTES)
@@ -271,13 +277,13 @@ class Processes:
             self._note(Report.unpack(records[start : start + REPORT_NBYTES]))
 
     def _note(self, report: Report) -> None:
-        if report.kind is Kind.ENDED:
+        if report.kind == Kind.ENDED:
             self._note_end(report)
             return
         seat = self._seats.get(report.worker)
         if seat is None or seat.incarnation != report.incarnation:
             return  # the word of a process that was replaced
-        if report.kind is Kind.READY:
+        if report.kind == Kind.READY:
             self._note_ready(seat, report)
         elif report.number == 0:
             self._pending.append(Failed(seat.worker, *_error(seat, report), True))
@@ -286,6 +292,7 @@ class Processes:
 
     def _note_ready(self, seat: _Seat, report: Report) -> None:
         seat.pid, self._start_failures = report.status, 0
+        self._starting.pop(seat.worker, None)
         self._idle[seat.worker] = None
         self._pending.append(Ready(seat.worker))
 
@@ -293,11 +300,11 @@ class Processes:
         self._idle[seat.worker] = None
         self._slots.give(seat.slot)
         seat.number, seat.slot = 0, -1
-        if report.kind is Kind.AVERAGED:
+        if report.kind == Kind.AVERAGED:
             return
         if report.number < self._oldest:
             self._pending.append(Ready(seat.worker))
-        elif report.kind is Kind.FAILED:
+        elif report.kind == Kind.FAILED:
             self._pending.append(Failed(seat.worker, *_error(seat, report)))
         else:
             aux = _read(seat, report)
@@ -312,6 +319,7 @@ class Processes:
             self._count_failed_start(seat, report)
             self._pending.append(Lost(seat.worker, ending(report.status)))
             self._idle.pop(seat.worker, None)
+            self._starting.pop(seat.worker, None)
             seat.pid = 0
         if slot >= 0:
             self._slots.give(slot)
@@ -320,8 +328,9 @@ class Processes:
 
     def _start_limit(self) -> float | None:
         """Seconds until the first worker has taken too long to start."""
-        starts = [seat.started for seat in self._seats.values() if not seat.pid]
-        return min(starts) + START_TIMEOUT_S - time.monotonic() if starts else None
+        if not self._starting:
+            return None
+        return min(self._starting.values()) + START_TIMEOUT_S - time.monotonic()
 
     def _give_up_late_starts(self) -> None:
         limit = self._start_limit()

@@ -21,6 +21,7 @@ from instep._reduction import average_slots
 from instep._seeding import preserved_generators
 from instep._shard import ShardRunner
 from instep._sharding import Batch
+from instep._ship import ship
 from instep.engines._base import Done, Event, Failed
 
 _WORKER = 0
@@ -52,14 +53,14 @@ class Serial:
     def start(self, program: Program, workers: int, threads: int) -> None:
         # Through the pickle, so that a loss which cannot travel fails here too and
         # one that keeps state behaves as it does in a worker.
-        self._program: Program = cloudpickle.loads(cloudpickle.dumps(program))
+        self._program: Program = cloudpickle.loads(ship(program))
         self._runner: ShardRunner | None = None
         self._threads = threads
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
         self._layout = layout
         self._refs = self._params.write(params, layout), self._batch.write(batch)
-        self._slots = self._memory[2].at_least(layout.nbytes * len(batch.bounds))
+        self._slots = self._memory[2].at_least(layout.nbytes * len(batch.plan.bounds))
         return sum(ref.nbytes for ref in self._refs)
 
     def idle(self) -> list[int]:
