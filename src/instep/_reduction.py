@@ -15,16 +15,20 @@ float16 and bfloat16 are combined in float32 and rounded once, at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from instep._layout import Layout, Segment
 from instep._program import Array, Rule
 
-# Bytes per source that a block of the tree works on: a few of them fit in a core's
-# L2 cache, and NumPy's cost per call (1 us) is small beside the work.
-BLOCK = 1 << 16
+# Bytes of all sources that one block of the tree works on: they stay in a core's L2
+# cache, and NumPy's cost per call (1 us) is small beside the work.
+BLOCK = 1 << 18
+
+# Slots or vectors to combine: a matrix with one row per shard, or a list of rows that
+# lie anywhere. The matrix is faster: one call of NumPy for all pairs of a level.
+Rows = Sequence[Array] | Array
 
 
 def reduce_scalar(values: Sequence[Any], weights: Sequence[float], rule: Rule) -> Any:
@@ -41,12 +45,12 @@ def reduce_scalar(values: Sequence[Any], weights: Sequence[float], rule: Rule) -
         vector = vector.astype(np.float64)
     out = np.empty(1, vector.dtype)
     with np.errstate(all="ignore"):
-        reduce_vector(vector.reshape(-1, 1), weights, rule, out)
+        reduce_rows(vector.reshape(-1, 1), weights, rule, out)
     return out[0]
 
 
 def average_slots(
-    slots: Sequence[Array], weights: Sequence[float], layout: Layout
+    slots: Rows, weights: Sequence[float], layout: Layout
 ) -> list[Array | None]:
     """All outputs combined over slots, in fresh memory; None where no shard has one."""
     out = np.empty(layout.nbytes, np.uint8)
@@ -54,9 +58,7 @@ def average_slots(
     return present_views(slots, layout, out)
 
 
-def present_views(
-    slots: Sequence[Array], layout: Layout, out: Array
-) -> list[Array | None]:
+def present_views(slots: Rows, layout: Layout, out: Array) -> list[Array | None]:
     """`out` as one array per output; None where no slot has it."""
     marks = [bytes(layout.present(slot)) for slot in slots]
     views = layout.views(out)
@@ -67,7 +69,7 @@ def present_views(
 
 
 def reduce_slots(
-    slots: Sequence[Array],
+    slots: Rows,
     weights: Sequence[float],
     layout: Layout,
     out: Array,
@@ -86,22 +88,33 @@ def reduce_slots(
         for segment in layout.segments:
             start, stop = _clip(segment, part)
             if start < stop:
-                sources = [slot[start:stop].view(segment.dtype) for slot in slots]
+                rows = _columns(slots, start, stop, segment.dtype)
                 target = out[start:stop].view(segment.dtype)
-                reduce_vector(sources, weights, segment.rule, target)
+                reduce_rows(rows, weights, segment.rule, target)
 
 
-def reduce_vector(
-    sources: Sequence[Array] | Array, weights: Sequence[float], rule: Rule, out: Array
-) -> None:
+def reduce_rows(rows: Rows, weights: Sequence[float], rule: Rule, out: Array) -> None:
     """Combines equally long vectors along the tree, a cache-sized block at a time."""
-    work = _working_dtype(out.dtype)
-    step = min(len(out), BLOCK // work.itemsize)
-    scratch = np.empty(((len(weights) - 1).bit_length() + 2, step), work)
+    work, number = _working_dtype(out.dtype), len(weights)
+    step = min(len(out), max(1024, BLOCK // (number * work.itemsize)))
+    scratch = np.empty((2, (number + 1) // 2, step), work)
     for start in range(0, len(out), step or 1):
-        block = [source[start : start + step] for source in sources]
-        node = _Node(block, weights, rule, scratch[:, : len(block[0])])
-        out[start : start + step] = node.combine(0, len(block), 0)[1]
+        stop = min(start + step, len(out))
+        block = _block(rows, start, stop).astype(work, copy=False)
+        out[start:stop] = _root(block, weights, rule, scratch[..., : stop - start])
+
+
+def _columns(rows: Rows, start: int, stop: int, dtype: np.dtype[Any]) -> Rows:
+    """Bytes `start` to `stop` of every row, as vectors of this dtype."""
+    if isinstance(rows, np.ndarray):
+        return rows[:, start:stop].view(dtype)
+    return [row[start:stop].view(dtype) for row in rows]
+
+
+def _block(rows: Rows, start: int, stop: int) -> Array:
+    if isinstance(rows, np.ndarray):
+        return rows[:, start:stop]
+    return np.stack([row[start:stop] for row in rows])
 
 
 def _clip(segment: Segment, part: tuple[int, int] | None) -> tuple[int, int]:
@@ -115,33 +128,40 @@ def _working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half else dtype
 
 
-class _Node(NamedTuple):
-    """The tree over one block of all shards, with room for what is under way."""
+def _root(nodes: Array, weights: Sequence[float], rule: Rule, scratch: Array) -> Array:
+    """The tree's root for one block: pairs of neighbours, level by level."""
+    weights, level = list(weights), 0
+    while len(weights) > 1:
+        out, spare = scratch[level % 2], scratch[(level + 1) % 2][0]
+        nodes, weights = _parents(nodes, weights, rule, out, spare)
+        level += 1
+    root: Array = nodes[0]
+    return root
 
-    block: Sequence[Array]
-    weights: Sequence[float]
-    rule: Rule
-    scratch: Array
 
-    def combine(self, start: int, stop: int, top: int) -> tuple[float, Array]:
-        """Weight and mean of shards `start` to `stop`, in scratch row `top`."""
-        if stop - start == 1:
-            leaf = self.block[start].astype(self.scratch.dtype, copy=False)
-            return self.weights[start], leaf
-        # The largest power of two below the count: pairs of neighbours, level by
-        # level, the odd one passing up.
-        middle = start + (1 << (stop - start - 1).bit_length() - 1)
-        left = self.combine(start, middle, top)
-        right = self.combine(middle, stop, top + 1)
-        return combine(
-            *left, *right, self.rule, self.scratch[top], self.scratch[top + 1]
-        )
+def _parents(
+    nodes: Array, weights: list[float], rule: Rule, out: Array, spare: Array
+) -> tuple[Array, list[float]]:
+    """One level up; a node without a sibling passes up as it is."""
+    paired = len(weights) // 2 * 2
+    left, right = weights[0:paired:2], weights[1:paired:2]
+    out = out[: (len(weights) + 1) // 2]
+    if left == right:
+        pairs = left[0], nodes[0:paired:2], right[0], nodes[1:paired:2]
+        combine(*pairs, rule, out[: len(left)], spare)
+    else:
+        for k, (wa, wb) in enumerate(zip(left, right, strict=True)):
+            combine(wa, nodes[2 * k], wb, nodes[2 * k + 1], rule, out[k], spare)
+    if paired < len(weights):
+        out[-1] = nodes[-1]
+    above = [wa + wb for wa, wb in zip(left, right, strict=True)]
+    return out, above + weights[paired:]
 
 
 def combine(
     wa: float, a: Array, wb: float, b: Array, rule: Rule, out: Array, spare: Array
-) -> tuple[float, Array]:
-    """One node from two, in `out`; `a` may be `out` and `b` may be `spare`."""
+) -> None:
+    """The mean (or sum) of two nodes, into `out`; `spare` is room for one vector."""
     if rule == "sum":
         np.add(a, b, out=out)
     elif wa == wb:
@@ -154,4 +174,3 @@ def combine(
         np.multiply(b, wb, out=spare)
         np.add(out, spare, out=out)
         np.divide(out, wa + wb, out=out)
-    return wa + wb, out

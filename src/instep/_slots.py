@@ -7,14 +7,17 @@ array that lies in it, and is used again only after that.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from instep._memory import Block
 from instep._program import Array
+from instep._reduction import Rows
 
 
 class Slots:
@@ -77,6 +80,10 @@ class Slots:
             self._block.at_least(self._end), np.uint8, self._nbytes, offset
         )
 
+    def rows(self, offsets: list[int]) -> Rows:
+        """The slots at these offsets, as rows to combine."""
+        return rows_at(self._block.at_least(self._end), offsets, self._nbytes)
+
     def _take_back(self) -> None:
         for offset in [o for o, array in self._lent.items() if array() is None]:
             del self._lent[offset]
@@ -92,3 +99,12 @@ class Slots:
     def _stop(self, offset: int) -> int:
         """Where a slot ends, or that it ends below the base: its size is forgotten."""
         return max(self._base, offset + self._nbytes)
+
+
+def rows_at(memory: memoryview, offsets: Sequence[int], nbytes: int) -> Rows:
+    """Vectors of `nbytes` at these offsets; one matrix where they are evenly spaced."""
+    steps = {b - a for a, b in itertools.pairwise(offsets)} or {nbytes}
+    if len(steps) > 1 or min(steps) < 0:
+        return [np.frombuffer(memory, np.uint8, nbytes, start) for start in offsets]
+    shape, strides = (len(offsets), nbytes), (steps.pop(), 1)
+    return np.ndarray(shape, np.uint8, memory, offsets[0], strides)

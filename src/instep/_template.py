@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import select
@@ -85,6 +86,10 @@ class _Template:
             # fails to unpickle the program, with the traceback.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        # What is here now stays: no worker's garbage collector need look at it, nor
+        # touch, and so copy, the pages it shares with the others.
+        gc.collect()
+        gc.freeze()
         self._loop()
 
     def _loop(self) -> None:

@@ -22,6 +22,7 @@ from instep._layout import Layout
 from instep._memory import Block
 from instep._reduction import reduce_slots
 from instep._shard import Answer, ShardRunner
+from instep._slots import rows_at
 from instep._template import Setup
 from instep._wire import COMMAND_NBYTES, Command, Kind, Op, Report
 
@@ -111,11 +112,9 @@ class _Desk:
     def _average(self, command: Command) -> None:
         plan: Plan = pickle.loads(self._outbox.at_least(command.plan)[: command.plan])
         layout, offsets, weights, result, part = plan
-        memory = np.frombuffer(
-            self._slots.at_least(command.slots_nbytes), dtype=np.uint8
-        )
-        slots = [memory[start : start + layout.nbytes] for start in offsets]
-        out = memory[result : result + layout.nbytes]
+        memory = self._slots.at_least(command.slots_nbytes)
+        slots = rows_at(memory, offsets, layout.nbytes)
+        out = np.frombuffer(memory, np.uint8, layout.nbytes, result)
         reduce_slots(slots, weights, layout, out, part)
         self._report(Kind.AVERAGED, number=command.number)
 

@@ -32,7 +32,7 @@ from instep._frame import FrameRef, FrameWriter, aligned
 from instep._layout import Layout
 from instep._memory import Block
 from instep._program import Array, Program, Task
-from instep._reduction import average_slots, present_views, reduce_slots
+from instep._reduction import Rows, average_slots, present_views, reduce_slots
 from instep._sharding import Batch
 from instep._ship import ship
 from instep._slots import Slots
@@ -136,7 +136,7 @@ class Processes:
     def average(self, weights: Sequence[float]) -> list[Array | None]:
         assert self._layout is not None
         offsets = [self._slot_of[shard] for shard in range(len(weights))]
-        slots = [self._slots.array(offset) for offset in offsets]
+        slots = self._slots.rows(offsets)
         if self._layout.nbytes < LARGE or not self._idle:
             return average_slots(slots, weights, self._layout)
         result = self._slots.take()
@@ -378,7 +378,7 @@ class Processes:
         offsets: list[int],
         weights: Sequence[float],
         result: int,
-        slots: list[Array],
+        slots: Rows,
     ) -> None:
         """Each idle worker combines its part of all slots into the result's."""
         layout = self._layout

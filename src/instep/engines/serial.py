@@ -83,7 +83,7 @@ class Serial:
         size = self._layout.nbytes
         slots = np.frombuffer(self._slots, np.uint8)
         rows = slots[: size * len(weights)].reshape(len(weights), size)
-        return average_slots(list(rows), weights, self._layout)
+        return average_slots(rows, weights, self._layout)
 
     def replace(self, worker: int) -> None:
         self._runner = None
