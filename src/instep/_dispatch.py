@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from instep._errors import ShardTimeoutError, StartError, WorkerLostError
 from instep._exceptions import with_origin
 from instep._options import Options
-from instep._program import Task
+from instep._program import Program, Task
 from instep._schedule import Schedule
 from instep.engines._base import Done, Engine, Event, Failed, Lost
 
@@ -40,10 +40,17 @@ class Dispatcher:
         assert options.workers is not None
         self._engine = engine
         self._workers = list(range(options.workers))
+        self._threads = options.threads or 1
         self._timeout = options.timeout
         self._retries = options.retries
         self._due: dict[int, float] = {}  # busy workers and when they are overdue
         self.counters = Counters()
+
+    def start(self, program: Program) -> None:
+        """Starts the workers with this program, in place of those there are."""
+        self._engine.close()
+        self._due.clear()
+        self._engine.start(program, len(self._workers), self._threads)
 
     def run(self, tasks: Sequence[Task]) -> list[Done]:
         """The answers to all tasks, in shard order.
@@ -63,6 +70,12 @@ class Dispatcher:
             self._replace_overdue(call)
         self.counters.shards_recomputed += call.schedule.recomputed
         return [call.answers[shard] for shard in range(len(tasks))]
+
+    def abandon(self, *, at_once: bool) -> None:
+        """Forgets what is under way; at once: by replacing those who do it."""
+        self._engine.abandon(at_once=at_once)
+        if at_once:
+            self._due.clear()
 
     def _assign(self, call: _Call) -> None:
         if not call.schedule.has_waiting:

@@ -116,8 +116,7 @@ class Pool:
 
     def _ship(self, program: Program) -> None:
         """Starts the workers with this program, in place of the one they had."""
-        self._engine.close()
-        self._engine.start(program, self._workers, self._options.threads or 1)
+        self._dispatcher.start(program)
 
     def _step(
         self,
@@ -151,7 +150,7 @@ class Pool:
             except BaseException as error:
                 # After an error of the loss the others may finish in peace; after
                 # Ctrl-C nobody wants to wait for them.
-                self._engine.abandon(at_once=not isinstance(error, Exception))
+                self._dispatcher.abandon(at_once=not isinstance(error, Exception))
                 raise
 
     def _compute(

@@ -97,9 +97,9 @@ class Splitter:
         leaves, structure = flatten(batch, is_row_list)
         form = structure, splits, list(map(_form, leaves))
         if self._plan is None or form != self._form:
-            self._plan = _plan(leaves, structure, _spread(structure, splits))
-            bounds = shard_bounds(_common_rows(leaves, self._plan), self._shards)
-            self._plan = replace(self._plan, rows=bounds[-1][1], bounds=bounds)
+            plan = _plan(leaves, structure, _spread(structure, splits))
+            bounds = shard_bounds(_common_rows(leaves, plan), self._shards)
+            self._plan = replace(plan, rows=bounds[-1][1], bounds=bounds)
             self._form = form
         return Batch(self._plan, _arrays(leaves, self._plan))
 

@@ -52,6 +52,7 @@ class Slots:
         if not self._free:
             self._free.append(self._end)
             self._end += self._nbytes
+            self._block.at_least(self._end)  # no room is said here, not in a worker
         offset = self._free.popleft()  # in turn: a worker meets its slot again
         self._holders[offset] = 1
         return offset

@@ -51,6 +51,9 @@ START_FAILURES = 3
 # is done before they are awake.
 LARGE = 1 << 20
 
+# Keeps the current folder, whose files may be named like modules, off the import path.
+_SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
+
 _NO_TASK = Task(0, 0, 0, 0, 0, False, 0)
 _NO_FRAME = FrameRef(0, 0)
 
@@ -81,6 +84,12 @@ class Processes:
                 f"engine='processes' needs fork, which {sys.platform} does not have; "
                 "use engine='serial', or run under WSL"
             )
+        self._template: subprocess.Popen[bytes] | None = None
+
+    def start(self, program: Program, workers: int, threads: int) -> None:
+        self._program = ship(program)
+        self._modules = tuple(program.modules)
+        self._threads = threads
         self._owner = os.getpid()
         self._seats: dict[int, _Seat] = {}
         self._starting: dict[int, float] = {}  # and since when
@@ -90,13 +99,7 @@ class Processes:
         self._number = 0
         self._oldest = 0  # commands with a lower number are forgotten
         self._start_failures = 0
-        self._template: subprocess.Popen[bytes] | None = None
         self._layout: Layout | None = None
-
-    def start(self, program: Program, workers: int, threads: int) -> None:
-        self._program = ship(program)
-        self._modules = tuple(program.modules)
-        self._threads = threads
         self._blocks = [Block.create() for _ in range(3)]
         self._params = FrameWriter(self._blocks[0])
         self._batch = FrameWriter(self._blocks[1])
@@ -208,10 +211,11 @@ class Processes:
         )
         text = pickle.dumps(setup)
         block.at_least(len(text))[: len(text)] = text
+        fds = block.fd, orders
         return subprocess.Popen(
-            [sys.executable, "-m", "instep._worker", str(block.fd), str(orders)],
+            [sys.executable, *_SAFE_PATH, "-m", "instep._worker", *map(str, fds)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(block.fd, orders, report_fd, *shared),
+            pass_fds=(*fds, report_fd, *shared),
             env=worker_environment(self._threads),
             start_new_session=True,  # Ctrl-C is the master's to handle
         )
