@@ -14,19 +14,20 @@ from instep._errors import WorkerError, WorkerTraceback
 def pack_error(error: BaseException) -> bytes:
     """The exception and its traceback as text, pickled.
 
-    Many exceptions do not unpickle, because `__init__` takes other arguments than
-    `args` holds. They are rebuilt without it, so that the type survives; what cannot
-    travel at all is quoted by a WorkerError.
+    Many exceptions do not unpickle, or with another text, because `__init__` takes
+    other arguments than `args` holds. They are rebuilt without it, so that type and
+    text survive; what cannot travel at all is quoted by a WorkerError.
     """
     text = "".join(traceback.format_exception(error))
     quoted = WorkerError(f"{type(error).__name__}: {error}")
     for parts in (error, (type(error), error.args, vars(error)), quoted):
         try:
             packed: bytes = cloudpickle.dumps((parts, text))
-            unpack_error(packed)
+            copy, _ = unpack_error(packed)
         except Exception:
             continue
-        return packed
+        if parts is not error or str(copy) == str(error):
+            return packed
     raise AssertionError("a WorkerError always travels")
 
 

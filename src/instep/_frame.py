@@ -122,6 +122,12 @@ class FrameReader:
         self._header: _Header | None = None
         self._start = 0
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the last tree had numbers: copies, where all else are views."""
+        entries = self._header.entries if self._header else ()
+        return any(isinstance(e, _ArrayEntry) and e.python for e in entries)
+
     def read(self, buffer: memoryview, ref: FrameRef, shard: int) -> tuple[Any, Any]:
         """The tree of this shard and the frame's `extra`. The views are read-only."""
         header = self._current(buffer, ref)

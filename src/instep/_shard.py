@@ -66,7 +66,8 @@ class ShardRunner:
         """
         self._seeded = task._replace(step=task.step + task.gradient).seed
         seed_python(self._seeded)
-        self._views = self._look(task.shard, params, batch, slot)
+        if not (self._params.has_numbers or self._batch.has_numbers):
+            self._views = self._look(task.shard, params, batch, slot)
 
     def run(self, task: Task, params: Frame, batch: Frame, slot: Slot) -> Answer:
         """Computes the shard; its outputs are in the slot when this returns.
@@ -112,7 +113,7 @@ def scalar_loss(loss: Any) -> Any:
     if type(loss) is float or type(loss) is np.float32:
         return np.float64(loss) if type(loss) is float else loss
     value = np.asarray(loss)
-    if loss is None or value.dtype == object:
+    if value.dtype.kind not in "biufc" and value.dtype.name != "bfloat16":
         raise LossError(
             f"the loss returned {loss!r}; expected a number: the mean over the rows "
             "it was given"
@@ -130,10 +131,13 @@ def scalar_loss(loss: Any) -> Any:
 def _weight(weight: Any, task: Task) -> float:
     if weight is None:
         return float(task.rows)
-    value = float(weight)
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        value = math.nan
     if not 0 <= value < math.inf:  # also false for NaN
         raise LossError(
-            f"the loss returned the weight {value} for shard {task.shard}; expected "
+            f"the loss returned the weight {weight} for shard {task.shard}; expected "
             "a finite number >= 0: what its mean is divided by"
         )
     return value

@@ -130,7 +130,7 @@ def _holds_arrays(node: Any) -> bool:
 
 
 def _kind(leaf: Any, may_split: bool) -> Kind:
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+    if _is_plain_array(leaf):
         return Kind.ROWS if may_split and leaf.ndim else Kind.WHOLE
     if isinstance(leaf, bool | float | complex | np.generic) or _is_int64(leaf):
         return Kind.SCALAR
@@ -143,13 +143,19 @@ def _kind(leaf: Any, may_split: bool) -> Kind:
     return Kind.OBJECT
 
 
+def _is_plain_array(leaf: Any) -> bool:
+    """Whether its bytes are all there is: a masked array has more, a matrix rules."""
+    return type(leaf) in (np.ndarray, np.memmap) and not leaf.dtype.hasobject
+
+
 def _is_int64(leaf: Any) -> bool:
     return type(leaf) is int and -(2**63) <= leaf < 2**63
 
 
 def _is_dense(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return hasattr(leaf, "__array__") and getattr(dtype, "kind", "") != "O"
+    holds_objects = getattr(getattr(leaf, "dtype", None), "kind", "") == "O"
+    is_special = isinstance(leaf, np.ndarray)  # else its rows were plain
+    return hasattr(leaf, "__array__") and not holds_objects and not is_special
 
 
 def _spread(structure: Structure, splits: Sequence[bool] | None) -> list[bool]:
@@ -164,7 +170,7 @@ def _spread(structure: Structure, splits: Sequence[bool] | None) -> list[bool]:
 def _form(leaf: Any) -> Any:
     """What decides how a leaf is split and stored."""
     if isinstance(leaf, np.ndarray):
-        return leaf.dtype, leaf.shape
+        return type(leaf), leaf.dtype, leaf.shape
     if isinstance(leaf, list):
         return list, len(leaf)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,12 @@ class Slots:
             self._release(offset)
 
     def _release(self, offset: int) -> None:
-        if offset >= self._base and offset not in self._in_use():
+        is_used = offset in self._holders or offset in self._lent
+        if offset >= self._base and not is_used:
             self._free.append(offset)
 
-    def _in_use(self) -> set[int]:
-        return {*self._holders, *self._lent}
+    def _in_use(self) -> Iterator[int]:
+        return itertools.chain(self._holders, self._lent)
 
     def _stop(self, offset: int) -> int:
         """Where a slot ends, or that it ends below the base: its size is forgotten."""

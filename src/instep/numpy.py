@@ -89,7 +89,8 @@ class GradientPool(Pool):
         return (outcome.loss, outcome.aux) if self._options.has_aux else outcome.loss
 
     def _gradients(self, leaves: list[Any], structure: Structure) -> Sequence[Output]:
-        form = structure, [(type(x), np.shape(x), np.result_type(x)) for x in leaves]
+        kinds = [(type(x), np.shape(x), getattr(x, "dtype", None)) for x in leaves]
+        form = structure, kinds
         if form != self._form:
             names, rule = leaf_names(structure, "params"), self._options.reduction
             pairs = zip(names, leaves, strict=True)
