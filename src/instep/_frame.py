@@ -1,6 +1,6 @@
 """A tree of arrays in a block of shared memory, written once and read as views.
 
-    | length | header: structure, dtypes, offsets (pickled) | pad | arrays ... |
+    | where, how long | pad | arrays ... | header: structure, dtypes, offsets, pickled |
 
 Every array of every shard starts on a 64-byte boundary. Some BLAS kernels give
 other bits for other alignments, so the alignment must not depend on who computes.
@@ -23,7 +23,7 @@ from instep._ship import ship_values
 from instep._tree import Structure, leaf_names, unflatten
 
 ALIGNMENT = 64
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<QQ")  # where it begins, how long it is
 _PLAIN = (bool, int, float, complex)
 
 
@@ -95,22 +95,30 @@ class FrameWriter:
             self._written = batch.plan, extra, objects
         for target, leaf, start, stop in self._targets:
             source = batch.leaves[leaf]
-            np.copyto(target, source if stop < 0 else source[start:stop])
+            if source is not target:
+                np.copyto(target, source if stop < 0 else source[start:stop])
         return FrameRef(self._header_id, self._nbytes)
 
+    def resident(self) -> list[Array]:
+        """The places of the whole leaves of the last tree, in its order.
+
+        An array that is written as one of these is there already, and not copied.
+        The places stay while the arrays of the tree keep their form.
+        """
+        return [target for target, _, _, stop in self._targets if stop < 0]
+
     def _layout(self, batch: Batch, objects: bytes, extra: Any) -> None:
-        entries, size = _entries(batch)
         plan = batch.plan
+        entries, end = _entries(batch)
         header = _Header(
             plan.structure, plan.bounds, entries, pickle.loads(objects), extra
         )
         text = cloudpickle.dumps(header)
-        start = aligned(_LENGTH.size + len(text))
-        self._nbytes = start + size
+        self._nbytes = end + len(text)
         self._buffer = self._memory.at_least(self._nbytes)
-        self._buffer[: _LENGTH.size] = _LENGTH.pack(len(text))
-        self._buffer[_LENGTH.size : _LENGTH.size + len(text)] = text
-        self._targets = list(_targets(self._buffer, start, entries, plan.bounds))
+        self._buffer[: _HEADER.size] = _HEADER.pack(end, len(text))
+        self._buffer[end : self._nbytes] = text
+        self._targets = list(_targets(self._buffer, entries, plan.bounds))
         self._header_id += 1
 
 
@@ -120,13 +128,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._header_id = 0
         self._header: _Header | None = None
-        self._start = 0
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether the last tree had numbers: copies, where all else are views."""
-        entries = self._header.entries if self._header else ()
-        return any(isinstance(e, _ArrayEntry) and e.python for e in entries)
+        self.has_numbers = False  # the last tree had some: copies, not views
 
     def read(self, buffer: memoryview, ref: FrameRef, shard: int) -> tuple[Any, Any]:
         """The tree of this shard and the frame's `extra`. The views are read-only."""
@@ -136,10 +138,11 @@ class FrameReader:
 
     def _current(self, buffer: memoryview, ref: FrameRef) -> _Header:
         if self._header is None or ref.header_id != self._header_id:
-            (length,) = _LENGTH.unpack(buffer[: _LENGTH.size])
-            text = buffer[_LENGTH.size : _LENGTH.size + length]
-            self._header, self._header_id = pickle.loads(text), ref.header_id
-            self._start = aligned(_LENGTH.size + length)
+            start, length = _HEADER.unpack(buffer[: _HEADER.size])
+            header: _Header = pickle.loads(buffer[start : start + length])
+            arrays = [e for e in header.entries if isinstance(e, _ArrayEntry)]
+            self.has_numbers = any(entry.python for entry in arrays)
+            self._header, self._header_id = header, ref.header_id
         assert self._header is not None
         return self._header
 
@@ -150,7 +153,7 @@ class FrameReader:
             value = header.objects[entry.index]
             return slice_items(value, *header.bounds[shard]) if entry.sliced else value
         offset, shape = entry.places[shard if len(entry.places) > 1 else 0]
-        view = np.ndarray(shape, entry.dtype, buffer, self._start + offset)
+        view = np.ndarray(shape, entry.dtype, buffer, offset)
         view.flags.writeable = False
         return _as_given(view, entry.python)
 
@@ -180,17 +183,17 @@ def _object_names(plan: Plan) -> list[str]:
 
 
 def _entries(batch: Batch) -> tuple[tuple[_Entry, ...], int]:
-    """One entry per leaf, and how many bytes the arrays take together."""
+    """One entry per leaf, and where the arrays end."""
     entries: list[_Entry] = []
-    size = index = 0
+    end, index = ALIGNMENT, 0
     for leaf, kind in zip(batch.leaves, batch.plan.kinds, strict=True):
         if kind in _OBJECT_KINDS:
             entries.append(_ObjectEntry(index, sliced=kind is Kind.ITEMS))
             index += 1
             continue
-        entry, size = _array_entry(leaf, kind, batch.plan.bounds, size)
+        entry, end = _array_entry(leaf, kind, batch.plan.bounds, end)
         entries.append(entry)
-    return tuple(entries), size
+    return tuple(entries), end
 
 
 def _array_entry(
@@ -213,9 +216,7 @@ def _python_type(leaf: Any, kind: Kind) -> type | None:
     return type(leaf) if type(leaf) in _PLAIN else np.generic
 
 
-def _targets(
-    buffer: memoryview, start: int, entries: tuple[_Entry, ...], bounds: Bounds
-) -> Any:
+def _targets(buffer: memoryview, entries: tuple[_Entry, ...], bounds: Bounds) -> Any:
     """(view to copy into, leaf, first row, last row); last row -1 for whole leaves."""
     for leaf, entry in enumerate(entries):
         if isinstance(entry, _ObjectEntry):
@@ -223,5 +224,5 @@ def _targets(
         is_split = len(entry.places) > 1
         rows = bounds if is_split else ((0, -1),)
         for (offset, shape), (first, last) in zip(entry.places, rows, strict=True):
-            view = np.ndarray(shape, entry.dtype, buffer, start + offset)
+            view = np.ndarray(shape, entry.dtype, buffer, offset)
             yield view, leaf, first, last
