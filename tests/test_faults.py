@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -40,7 +41,9 @@ def children():
 
 def template_of(pool):
     """The process that starts the workers."""
-    return psutil.Process(pool.statistics().pids[0]).parent()
+    template = psutil.Process(pool.statistics().pids[0]).parent()
+    assert template.ppid() == os.getpid()
+    return template
 
 
 # An exception in the loss
@@ -136,6 +139,32 @@ def test_an_exception_that_holds_an_array_and_an_object_keeps_its_type():
         with pytest.raises(LookupError) as caught:
             pool(ONE, ROWS)
         assert caught.value.args[0].tolist() == ROWS.tolist()
+
+
+@both_engines
+def test_aux_that_cannot_travel_is_an_error_of_that_shard(engine):
+    def fun(w, x):
+        return (0.0, threading.Lock() if len(x) > 2 else None), w * 0
+
+    with make(fun, workers=1, has_aux=True, engine=engine) as pool:
+        with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock'"):
+            pool(ONE, ROWS)
+        assert pool(ONE, np.ones(1)) == ((0.0, None), 0.0)
+
+
+def test_aux_without_room_is_an_error_of_that_shard():
+    def fun(w, x):
+        if len(x) > 2:  # this process may make no file of more than a page
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+        return (0.0, np.zeros((len(x), 10_000))), w * 0
+
+    with make(fun, workers=1, has_aux=True) as pool:
+        assert pool(ONE, np.ones(1))[0][1].shape == (1, 10_000)
+        with pytest.raises(OSError, match="File too large") as caught:
+            pool(ONE, ROWS)
+        assert "shard 0 of 1" in str(caught.value.__cause__)
+        assert pool(ONE, np.ones(1))[0][1].shape == (1, 10_000)
 
 
 def test_an_exception_that_cannot_travel_is_quoted():

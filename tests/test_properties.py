@@ -99,7 +99,7 @@ def assert_close(result, expected):
 
 
 @pytest.mark.guard(400)  # a failure takes its time to become small
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(calls(), st.integers(1, 10), st.integers(1, 7))
 def test_shards_give_the_whole_batch_result_and_its_bits(call, shards, workers):
     with make(fun, workers=workers, shards=shards, engine="serial") as pool:
@@ -125,7 +125,7 @@ def pools():
 
 @pytest.mark.guard(400)
 @settings(
-    max_examples=60,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

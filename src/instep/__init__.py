@@ -41,11 +41,18 @@ if TYPE_CHECKING:
     from instep import engines as engines
     from instep import numpy as numpy
     from instep import tensorflow as tensorflow
+    from instep import torch as torch
 
 __version__ = "0.1.0"
 
+# So that tracebacks name the place a user can import from.
+for _public in list(globals().values()):
+    if getattr(_public, "__module__", "").startswith("instep._"):
+        _public.__module__ = "instep"
+del _public
+
 # Imported when first used: `import instep` loads no framework.
-_MODULES = ("engines", "numpy", "tensorflow")
+_MODULES = ("engines", "numpy", "tensorflow", "torch")
 
 
 def __getattr__(name: str) -> Any:

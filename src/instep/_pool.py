@@ -118,6 +118,10 @@ class Pool:
         """Starts the workers with this program, in place of the one they had."""
         self._dispatcher.start(program)
 
+    def _resident(self) -> list[Array]:
+        """Where the last parameters lie in the workers' memory; [] if nowhere."""
+        return self._engine.resident()
+
     def _step(
         self,
         params: Any,

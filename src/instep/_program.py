@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -82,6 +83,12 @@ class Program(Protocol):
 
     def start(self, threads: int) -> None:
         """Called once in every worker before the first shard."""
+
+    def preserved(self) -> AbstractContextManager[None]:
+        """Puts the framework's global state back; the serial engine computes inside.
+
+        There, the process is the user's.
+        """
 
     def compute(self, params: Any, batch: tuple[Any, ...], task: Task) -> ShardResult:
         """The loss and gradient of one shard.

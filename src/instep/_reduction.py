@@ -49,6 +49,16 @@ def reduce_scalar(values: Sequence[Any], weights: Sequence[float], rule: Rule) -
     return out[0]
 
 
+def reduce_arrays(
+    arrays: Sequence[Array], weights: Sequence[float], rule: Rule
+) -> Array:
+    """Combines arrays of one shape and dtype along the tree, in fresh memory."""
+    out = np.empty(arrays[0].size, arrays[0].dtype)
+    with np.errstate(all="ignore"):
+        reduce_rows([array.reshape(-1) for array in arrays], weights, rule, out)
+    return out.reshape(arrays[0].shape)
+
+
 def average_slots(
     slots: Rows, weights: Sequence[float], layout: Layout
 ) -> list[Array | None]:

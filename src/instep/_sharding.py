@@ -119,14 +119,15 @@ def slice_items(leaf: Any, start: int, stop: int) -> Any:
 
 
 def is_row_list(node: Any) -> bool:
-    """A list whose items are rows (strings, numbers, token lists), not fields."""
+    """A list whose items are rows (strings, numbers, records), not fields."""
     return type(node) is list and not any(map(_holds_arrays, node))
 
 
 def _holds_arrays(node: Any) -> bool:
-    if isinstance(node, list | tuple):
-        return any(map(_holds_arrays, node))
-    return isinstance(node, dict) or len(getattr(node, "shape", ())) > 0
+    if isinstance(node, list | tuple | dict):
+        children = node.values() if isinstance(node, dict) else node
+        return any(map(_holds_arrays, children))
+    return len(getattr(node, "shape", ())) > 0
 
 
 def _kind(leaf: Any, may_split: bool) -> Kind:

@@ -41,6 +41,29 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     return _build(structure, iter(leaves))
 
 
+def leaves_like(tree: Any, structure: Structure) -> list[Any]:
+    """The leaves of `tree` in the order of `structure`; dicts may have another order.
+
+    Raises:
+        ValueError: the tree has another structure.
+
+    Example:
+        >>> leaves_like({"b": 2, "w": 1}, flatten({"w": 0, "b": 0})[1])
+        [1, 2]
+    """
+    parts = _parts(tree)
+    if structure.kind is None:
+        if parts is not None or tree is None:
+            raise ValueError(f"a {type(tree).__name__} in place of a leaf")
+        return [tree]
+    keys, children = ((), ()) if parts is None else parts
+    if set(keys) != set(structure.keys) or (parts is None and tree is not None):
+        raise ValueError(f"the keys {keys}; expected {structure.keys}")
+    found = dict(zip(keys, children, strict=True))
+    pairs = zip(structure.keys, structure.children, strict=True)
+    return [leaf for key, child in pairs for leaf in leaves_like(found[key], child)]
+
+
 def leaf_names(structure: Structure, root: str) -> list[str]:
     """How to write each leaf in Python, for error messages: `batch[0]['text']`."""
     return list(_walk_names(structure, root))

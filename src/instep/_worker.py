@@ -87,15 +87,15 @@ class _Desk:
         if command.op == Op.AVERAGE:
             self._average(command)
             return
-        params = self._params.at_least(command.params.nbytes), command.params
-        batch = self._batch.at_least(command.batch.nbytes), command.batch
-        slot = self._slots.at_least(command.slots_nbytes), command.slot
         try:
+            params = self._params.at_least(command.params.nbytes), command.params
+            batch = self._batch.at_least(command.batch.nbytes), command.batch
+            slot = self._slots.at_least(command.slots_nbytes), command.slot
             answer = self._runner.run(command.task, params, batch, slot)
+            self._answer(command.number, answer)
         except BaseException as error:
             self._fail(command.number, error)
         else:
-            self._answer(command.number, answer)
             self._runner.prepare(command.task, params, batch, slot)
 
     def _answer(self, number: int, answer: Answer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,13 @@ from instep._errors import GradientError, LossError
 from instep._options import Options
 from instep._pool import Outcome, Pool
 from instep._program import Array, Output, ShardResult, Task
-from instep._tree import Structure, flatten, leaf_names, unflatten
+from instep._tree import (
+    Structure,
+    flatten,
+    leaf_names,
+    leaves_like,
+    unflatten,
+)
 from instep._values import Weighted
 
 
@@ -110,6 +117,9 @@ class NumpyProgram:
     def start(self, threads: int) -> None:
         """NumPy needs nothing; its thread pools are limited by the worker."""
 
+    def preserved(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def compute(self, params: Any, batch: tuple[Any, ...], task: Task) -> ShardResult:
         value, grad = _pair(self.fun(params, *batch), "(loss, grad)")
         loss, aux = (
@@ -118,11 +128,7 @@ class NumpyProgram:
         weight = None
         if isinstance(loss, Weighted):
             loss, weight = loss.value, loss.weight
-        grads, structure = flatten(grad)
-        expected = flatten(params)[1]
-        if structure != expected:
-            raise GradientError(_structure_problem(expected, structure))
-        return ShardResult(loss, weight, [np.asarray(leaf) for leaf in grads], aux)
+        return ShardResult(loss, weight, _gradients(grad, params), aux)
 
 
 def _pair(value: Any, form: str) -> tuple[Any, Any]:
@@ -131,11 +137,18 @@ def _pair(value: Any, form: str) -> tuple[Any, Any]:
     raise LossError(f"the function returned a {type(value).__name__}; expected {form}")
 
 
-def _structure_problem(expected: Structure, got: Structure) -> str:
-    return (
-        f"the gradient has the leaves {leaf_names(got, 'grad')}; expected one for "
-        f"each parameter: {leaf_names(expected, 'params')}"
-    )
+def _gradients(grad: Any, params: Any) -> list[Array]:
+    """One array (or None) per parameter."""
+    structure = flatten(params)[1]
+    try:
+        leaves = leaves_like(grad, structure)
+    except ValueError as error:
+        got = leaf_names(flatten(grad)[1], "grad")
+        raise GradientError(
+            f"the gradient has the leaves {got}; expected one for each parameter: "
+            f"{leaf_names(structure, 'params')}"
+        ) from error
+    return [np.asarray(leaf) for leaf in leaves]
 
 
 def _output(name: str, leaf: Any, rule: Any) -> Output:

@@ -79,6 +79,12 @@ class Engine(Protocol):
     def average(self, weights: Sequence[float]) -> list[Array | None]:
         """The outputs of the published call, combined over shards 0, 1, ..."""
 
+    def resident(self) -> list[Array]:
+        """Where the parameters lie that the workers read; [] where they get copies.
+
+        An array published as one of these is there already.
+        """
+
     def replace(self, worker: int) -> None:
         """Ends a worker's process, if it still runs, and starts another."""
 

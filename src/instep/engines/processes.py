@@ -51,8 +51,9 @@ START_FAILURES = 3
 # is done before they are awake.
 LARGE = 1 << 20
 
-# Keeps the current folder, whose files may be named like modules, off the import path.
-_SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
+# -P keeps the current folder, whose files may be named like modules, off the import
+# path. Assertions of a loss run where they run in the master.
+_FLAGS = ["-P"] * (sys.version_info >= (3, 11)) + ["-O"] * sys.flags.optimize
 
 _NO_TASK = Task(0, 0, 0, 0, 0, False, 0)
 _NO_FRAME = FrameRef(0, 0)
@@ -147,6 +148,9 @@ class Processes:
         out = self._slots.lend(result)
         return present_views(slots, self._layout, out)
 
+    def resident(self) -> list[Array]:
+        return self._params.resident()
+
     def replace(self, worker: int) -> None:
         seat = self._vacate(worker)
         self._order(Op.KILL, seat)
@@ -213,7 +217,7 @@ class Processes:
         block.at_least(len(text))[: len(text)] = text
         fds = block.fd, orders
         return subprocess.Popen(
-            [sys.executable, *_SAFE_PATH, "-m", "instep._worker", *map(str, fds)],
+            [sys.executable, *_FLAGS, "-m", "instep._worker", *map(str, fds)],
             stdin=subprocess.DEVNULL,
             pass_fds=(*fds, report_fd, *shared),
             env=worker_environment(self._threads),

@@ -85,6 +85,9 @@ class Serial:
         rows = slots[: size * len(weights)].reshape(len(weights), size)
         return average_slots(rows, weights, self._layout)
 
+    def resident(self) -> list[Array]:
+        return self._params.resident()
+
     def replace(self, worker: int) -> None:
         self._runner = None
 
@@ -100,6 +103,7 @@ class Serial:
     def _run(self, task: Task) -> Done:
         with ExitStack() as stack:
             stack.enter_context(preserved_generators())
+            stack.enter_context(self._program.preserved())
             runner = self._runner or self._start_runner()
             stack.enter_context(self._pools.limit(limits=self._threads))
             params, batch = zip(self._buffers(), self._refs, strict=True)

@@ -1,0 +1,102 @@
+"""What shards send beside their slots -> that of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from instep._aux import ShardAnswer, merge_aux
+from instep._program import Array, Rule
+from instep._reduction import reduce_arrays
+from instep._slices import merge_slices
+from instep._tree import flatten, unflatten
+from instep.torch._arrays import to_array, to_tensor
+from instep.torch._program import Extras, Slices
+
+
+def extras_of(shards: Sequence[ShardAnswer]) -> list[Extras]:
+    """The extras of every shard, in order."""
+    return [shard.aux or Extras() for shard in shards]
+
+
+def merged_aux(shards: Sequence[ShardAnswer]) -> Any:
+    """The user's aux over the batch; what were tensors in the loss are tensors."""
+    extras = extras_of(shards)
+    own = [s._replace(aux=e.aux) for s, e in zip(shards, extras, strict=True)]
+    leaves, structure = flatten(merge_aux(own))
+    pairs = zip(leaves, extras[0].tensors, strict=True)
+    back = [to_tensor(np.array(leaf)) if is_t else leaf for leaf, is_t in pairs]
+    return unflatten(structure, back)
+
+
+def merged_buffers(
+    shards: Sequence[ShardAnswer], buffers: Sequence[torch.Tensor]
+) -> dict[int, Array]:
+    """New values of the buffers that a shard has changed.
+
+    Floating-point ones are averaged by the shards' weights; a shard that left one
+    alone counts with the old value. Others (counters) are the first shard's.
+    """
+    changed = [extras.buffers for extras in extras_of(shards)]
+    weights = [shard.weight for shard in shards]
+    return {
+        index: _buffer([c.get(index) for c in changed], weights, buffers[index])
+        for index in sorted(set().union(*changed))
+    }
+
+
+def merged_gradient(
+    index: int,
+    shards: Sequence[ShardAnswer],
+    in_slots: torch.Tensor | None,
+    parameter: torch.Tensor,
+    rule: Rule,
+) -> torch.Tensor:
+    """A parameter's gradient that some shards sent beside their slots.
+
+    Args:
+        index: the parameter's.
+        shards: all shards' answers.
+        in_slots: what the others gave, averaged with zeros for these; or None.
+        parameter: for its shape.
+        rule: of the pool.
+    """
+    parts = [extras.gradients.get(index) for extras in extras_of(shards)]
+    there = [(p, s) for p, s in zip(parts, shards, strict=True) if p is not None]
+    kept = [(p.values, p.indices) for p, _ in there if isinstance(p, Slices)]
+    if len(kept) == len(there) and in_slots is None:
+        total = sum(shard.weight for shard in shards)
+        merged = merge_slices(kept, [s for _, s in there], rule, total)
+        values, indices = map(to_tensor, merged)
+        return torch.sparse_coo_tensor(
+            indices, values, parameter.shape, check_invariants=False
+        )
+    dense = [_dense(part, parameter) for part in parts]
+    summed = to_tensor(reduce_arrays(dense, [s.weight for s in shards], rule))
+    return summed if in_slots is None else summed + in_slots
+
+
+def _dense(part: Slices | Array | None, parameter: torch.Tensor) -> Array:
+    if part is None:
+        return to_array(
+            torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        )
+    if not isinstance(part, Slices):
+        return np.ascontiguousarray(part)
+    sparse = torch.sparse_coo_tensor(
+        to_tensor(part.indices), to_tensor(part.values), parameter.shape
+    )
+    return to_array(sparse.to_dense())
+
+
+def _buffer(
+    values: Sequence[Array | None], weights: Sequence[float], old: torch.Tensor
+) -> Array:
+    before = to_array(old)
+    full = [before if value is None else value for value in values]
+    if before.dtype.kind not in "fcV":
+        return full[0]
+    return reduce_arrays(full, weights, "mean")
