@@ -279,7 +279,7 @@ LAYERS = [
     ["tensorflow", "torch", "numpy"],
     ["_pool"],
     ["_slices"],
-    ["_statistics", "_aux"],
+    ["_statistics", "_aux", "_check"],
     ["_dispatch"],
     ["_schedule"],
     ["engines"],

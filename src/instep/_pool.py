@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from instep._aux import ShardAnswer, merge_aux
+from instep._check import Report, Trial, check
 from instep._dispatch import Dispatcher
 from instep._errors import PoolBrokenError, PoolClosedError, StartError
 from instep._layout import Layout
 from instep._options import Options
-from instep._program import Array, Output, Program, Task
+from instep._program import Array, Output, Program, Rule, Task
 from instep._reduction import reduce_scalar
 from instep._sharding import Batch, Splitter
 from instep._statistics import Statistics
@@ -60,7 +62,7 @@ class Pool:
         self._options = options
         self._lock = threading.RLock()
         self._owner = os.getpid()
-        self._steps = self._version = self._bytes_moved = 0
+        self._steps = self._version = self._bytes_moved = self._rows = 0
         self._layout = Layout.of([])
         self._outputs: Sequence[Output] = ()
         self._splitter, self._params = Splitter(self._shards), Splitter(1)
@@ -73,6 +75,45 @@ class Pool:
     def evaluate(self, *batch: Any) -> Any:
         """The loss over the whole batch (and aux), without the gradient."""
         raise NotImplementedError  # each adapter knows its parameters
+
+    def check(self, *arguments: Any) -> Report:
+        """Whether shards give the loss and gradient of the whole batch.
+
+        Takes what a gradient takes, computes the batch whole and in shards (and, where
+        they differ, in a few more ways) and changes nothing: no gradient is handed
+        over, no step counted, no state written.
+
+        Returns:
+            A `Report`: `.ok`, `.findings` with one parameter each and the likely
+            reason, and `.notes`; prints as a table.
+        """
+
+        def compute(
+            shards: int, rule: Rule, *, seed: int = 0, index: Array | None = None
+        ) -> Trial:
+            with self._trial(shards, rule, seed):
+                return self._try(arguments, index)
+
+        with self._lock:
+            compute(1, self._options.reduction)  # refuses a bad batch; counts its rows
+            rows, shards = self._rows, max(2, self._shards)
+            return check(compute, min(shards, rows), self._options.reduction, rows)
+
+    def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
+        """Loss and gradients of the batch, or of these rows; changes nothing."""
+        raise NotImplementedError  # each adapter knows its parameters
+
+    @contextmanager
+    def _trial(self, shards: int, rule: Rule, seed: int) -> Iterator[None]:
+        """Inside, the batch is split and combined in this way, and no step counts."""
+        kept = self._splitter, self._options, self._steps
+        self._splitter = Splitter(shards)
+        self._options = replace(self._options, reduction=rule)
+        self._steps += seed
+        try:
+            yield
+        finally:
+            self._splitter, self._options, self._steps = kept
 
     def statistics(self) -> Statistics:
         """What the pool has done so far."""
@@ -143,6 +184,7 @@ class Pool:
         with self._lock:
             self._check_usable()
             parts = self._splitter.split(batch, split_arguments)
+            self._rows = parts.plan.rows
             try:
                 return self._compute(
                     self._params.whole(params), parts, outputs, gradient

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from instep._errors import BatchError
-from instep._tree import Structure, flatten, leaf_names
+from instep._tree import Structure, flatten, leaf_names, unflatten
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -111,6 +111,23 @@ class Splitter:
             self._plan = _plan(leaves, structure, [False] * len(leaves))
             self._form = form
         return Batch(self._plan, _arrays(leaves, self._plan))
+
+
+def take_rows(batch: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
+    """The batch with these rows only, in this order; the rest as it is."""
+    leaves, structure = flatten(batch, is_row_list)
+    kinds = _plan(leaves, structure, [True] * len(leaves)).kinds
+    taken = [
+        _take(leaf, index) if kind in (Kind.ROWS, Kind.ITEMS) else leaf
+        for leaf, kind in zip(leaves, kinds, strict=True)
+    ]
+    return tuple(unflatten(structure, taken))
+
+
+def _take(leaf: Any, index: Any) -> Any:
+    if isinstance(leaf, list):
+        return [leaf[k] for k in index]
+    return leaf.iloc[index] if hasattr(leaf, "iloc") else leaf[index]
 
 
 def slice_items(leaf: Any, start: int, stop: int) -> Any:

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from instep._check import Trial
 from instep._errors import GradientError, LossError
 from instep._options import Options
 from instep._pool import Outcome, Pool
 from instep._program import Array, Output, ShardResult, Task
+from instep._sharding import take_rows
 from instep._tree import (
     Structure,
     flatten,
@@ -92,17 +94,26 @@ class GradientPool(Pool):
         outputs = self._gradients(leaves, structure)
         return self._value(self._step(params, batch, outputs, gradient=False))
 
+    def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
+        params, *rest = arguments
+        batch = tuple(rest) if index is None else take_rows(tuple(rest), index)
+        leaves, structure = flatten(params)
+        outcome = self._step(params, batch, self._gradients(leaves, structure))
+        names = leaf_names(structure, "params")
+        gradients = dict(zip(names, outcome.outputs, strict=True))
+        return Trial(float(outcome.loss), gradients)
+
     def _value(self, outcome: Outcome) -> Any:
         return (outcome.loss, outcome.aux) if self._options.has_aux else outcome.loss
 
     def _gradients(self, leaves: list[Any], structure: Structure) -> Sequence[Output]:
         kinds = [(type(x), np.shape(x), getattr(x, "dtype", None)) for x in leaves]
-        form = structure, kinds
-        if form != self._form:
-            names, rule = leaf_names(structure, "params"), self._options.reduction
+        rule, form = self._options.reduction, (structure, kinds)
+        if (rule, form) != self._form:
+            names = leaf_names(structure, "params")
             pairs = zip(names, leaves, strict=True)
             self._expected = [_output(name, leaf, rule) for name, leaf in pairs]
-            self._form = form
+            self._form = rule, form
         return self._expected
 
 
