@@ -275,7 +275,7 @@ def test_an_unknown_name_is_an_attribute_error():
 LAYERS = [
     ["__main__"],
     ["_commands"],
-    ["_demo"],
+    ["_demo", "testing"],
     ["tensorflow", "torch", "numpy"],
     ["_pool"],
     ["_slices"],

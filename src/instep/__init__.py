@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from instep import engines as engines
     from instep import numpy as numpy
     from instep import tensorflow as tensorflow
+    from instep import testing as testing
     from instep import torch as torch
 
 __version__ = "0.1.0"
@@ -52,7 +53,7 @@ for _public in list(globals().values()):
 del _public
 
 # Imported when first used: `import instep` loads no framework.
-_MODULES = ("engines", "numpy", "tensorflow", "torch")
+_MODULES = ("engines", "numpy", "tensorflow", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:

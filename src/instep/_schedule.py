@@ -27,14 +27,14 @@ class Schedule:
         self._runs = dict(zip(workers, runs, strict=False))  # worker: [next, stop]
         self._again: deque[int] = deque()
         self._running: dict[int, int] = {}
-        self._unfinished = set(range(shards))
+        self._num_unfinished = shards
         self._losses: dict[int, int] = {}
         self._retries = retries
 
     @property
     def is_finished(self) -> bool:
         """Whether every shard has an answer."""
-        return not self._unfinished
+        return self._num_unfinished == 0
 
     @property
     def recomputed(self) -> int:
@@ -44,7 +44,7 @@ class Schedule:
     @property
     def has_waiting(self) -> bool:
         """Whether there is a shard that nobody computes."""
-        return len(self._running) < len(self._unfinished)
+        return len(self._running) < self._num_unfinished
 
     def assign(self, idle: Iterable[int]) -> list[tuple[int, int]]:
         """(worker, shard) for every idle worker there is work for."""
@@ -59,7 +59,7 @@ class Schedule:
     def finish(self, worker: int) -> int:
         """The worker has answered; returns which shard it was."""
         shard = self._running.pop(worker)
-        self._unfinished.discard(shard)
+        self._num_unfinished -= 1
         return shard
 
     def lose(self, worker: int) -> int | None:

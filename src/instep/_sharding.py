@@ -16,7 +16,7 @@ import itertools
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,8 +50,7 @@ class Plan:
     has_objects: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch (or parameters) taken apart: its plan and its leaves."""
 
     plan: Plan
