@@ -1,0 +1,32 @@
+"""What an argument of a command may be; argparse says which one was wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+
+def count(text: str) -> int:
+    """A whole number, at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected a whole number, at least 1"
+        )
+    return number
+
+
+def new_file(text: str) -> Path:
+    """A path where a file can be written; said before hours of work, not after."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; expected a file name")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written here")
+    return path
