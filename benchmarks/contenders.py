@@ -133,7 +133,10 @@ class Ranks:
     def close(self) -> None:
         for pipe in (*self._orders, self._answers):
             os.close(pipe)
-        self._process.wait(timeout=30)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         shutil.rmtree(self._folder)
 
     def _pipe(self, name: str) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from instep._errors import LossError
 from instep._reduction import reduce_scalar
 from instep._sharding import is_row_list
-from instep._tree import flatten, leaf_names, unflatten
+from instep._tree import Structure, flatten, leaf_names, unflatten
 from instep._values import Sum
 
 
@@ -37,17 +37,24 @@ def merge_aux(shards: Sequence[ShardAnswer]) -> Any:
     Raises:
         LossError: a value that differs between shards and has no rule.
     """
-    flat = [flatten(shard.aux, _is_leaf) for shard in shards]
+    leaves, structure = merge_aux_leaves(shards)
+    return unflatten(structure, leaves)
+
+
+def merge_aux_leaves(shards: Sequence[ShardAnswer]) -> tuple[list[Any], Structure]:
+    """The same, taken apart: for adapters whose aux holds tensors of their own."""
+    flat = [flatten(shard.aux, is_aux_leaf) for shard in shards]
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
         raise LossError("aux has not the same structure in every shard")
     names = leaf_names(structure, "aux")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     merged = [_merge(n, c, shards) for n, c in zip(names, columns, strict=True)]
-    return unflatten(structure, merged)
+    return merged, structure
 
 
-def _is_leaf(node: Any) -> bool:
+def is_aux_leaf(node: Any) -> bool:
+    """What one rule is for, though it may be a container."""
     return isinstance(node, Sum) or is_row_list(node)
 
 

@@ -12,12 +12,16 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """The tensor's own memory as an array; conjugate views are resolved."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    """The tensor's own memory as an array; conjugate views are resolved.
+
+    Raises:
+        TypeError: a dtype or layout that NumPy does not know.
+    """
+    tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:  # unknown to NumPy itself
         array: Array = tensor.view(torch.int16).numpy().view(_BFLOAT16)
         return array
-    return tensor.numpy()
+    return tensor.resolve_conj().resolve_neg().numpy()
 
 
 def to_tensor(array: Array) -> torch.Tensor:
@@ -37,11 +41,6 @@ def to_tensor(array: Array) -> torch.Tensor:
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.generic]:
     """NumPy's dtype of the same bytes."""
     return to_array(torch.empty(0, dtype=dtype)).dtype
-
-
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides that keep the tensor's memory format without gaps or overlaps."""
-    return torch.empty_like(tensor, memory_format=torch.preserve_format).stride()
 
 
 def in_memory_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

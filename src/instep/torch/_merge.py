@@ -8,44 +8,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from instep._aux import ShardAnswer, merge_aux
+from instep._aux import ShardAnswer, merge_aux_leaves
+from instep._errors import LossError
 from instep._program import Array, Rule
 from instep._reduction import reduce_arrays
 from instep._slices import merge_slices
-from instep._tree import flatten, unflatten
+from instep._tree import unflatten
+from instep.torch._anatomy import Place
 from instep.torch._arrays import to_array, to_tensor
-from instep.torch._program import Extras, Slices
+from instep.torch._program import NO_EXTRAS, Extras, Slices
 
 
 def extras_of(shards: Sequence[ShardAnswer]) -> list[Extras]:
     """The extras of every shard, in order."""
-    return [shard.aux or Extras() for shard in shards]
+    return [shard.aux or NO_EXTRAS for shard in shards]
 
 
 def merged_aux(shards: Sequence[ShardAnswer]) -> Any:
     """The user's aux over the batch; what were tensors in the loss are tensors."""
     extras = extras_of(shards)
     own = [s._replace(aux=e.aux) for s, e in zip(shards, extras, strict=True)]
-    leaves, structure = flatten(merge_aux(own))
+    leaves, structure = merge_aux_leaves(own)
     pairs = zip(leaves, extras[0].tensors, strict=True)
-    back = [to_tensor(np.array(leaf)) if is_t else leaf for leaf, is_t in pairs]
+    back = [_as_tensor(leaf) if was_tensor else leaf for leaf, was_tensor in pairs]
     return unflatten(structure, back)
-
-
-def merged_buffers(
-    shards: Sequence[ShardAnswer], buffers: Sequence[torch.Tensor]
-) -> dict[int, Array]:
-    """New values of the buffers that a shard has changed.
-
-    Floating-point ones are averaged by the shards' weights; a shard that left one
-    alone counts with the old value. Others (counters) are the first shard's.
-    """
-    changed = [extras.buffers for extras in extras_of(shards)]
-    weights = [shard.weight for shard in shards]
-    return {
-        index: _buffer([c.get(index) for c in changed], weights, buffers[index])
-        for index in sorted(set().union(*changed))
-    }
 
 
 def merged_gradient(
@@ -79,6 +65,27 @@ def merged_gradient(
     return summed if in_slots is None else summed + in_slots
 
 
+def merged_buffers(
+    shards: Sequence[ShardAnswer], places: Sequence[Place]
+) -> dict[int, Array]:
+    """New values of the buffers that a shard has changed, by index.
+
+    A shard that left one alone counts with the old value.
+    """
+    changed = [extras.buffers for extras in extras_of(shards)]
+    weights = [shard.weight for shard in shards]
+    return {
+        index: _buffer([c.get(index) for c in changed], weights, places[index])
+        for index in sorted(set().union(*changed))
+    }
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, list):
+        return [_as_tensor(item) for item in leaf]
+    return to_tensor(np.array(leaf))
+
+
 def _dense(part: Slices | Array | None, parameter: torch.Tensor) -> Array:
     if part is None:
         return to_array(
@@ -93,10 +100,30 @@ def _dense(part: Slices | Array | None, parameter: torch.Tensor) -> Array:
 
 
 def _buffer(
-    values: Sequence[Array | None], weights: Sequence[float], old: torch.Tensor
+    values: Sequence[Array | None], weights: Sequence[float], place: Place
 ) -> Array:
-    before = to_array(old)
-    full = [before if value is None else value for value in values]
-    if before.dtype.kind not in "fcV":
-        return full[0]
-    return reduce_arrays(full, weights, "mean")
+    """One value where all shards agree (or count), else the mean by weight."""
+    given = [value for value in values if value is not None]
+    first = given[0]
+    is_float = first.dtype.kind in "fcV"
+    agree = len(given) == len(values) and all(_has_bits_of(first, v) for v in given)
+    if agree or not is_float:
+        return first
+    old = None if place.tensor is None else to_array(place.tensor)
+    full = [old if value is None else value for value in values]
+    if any(v is None or _form(v) != _form(first) for v in full):
+        shapes = [None if v is None else v.shape for v in full]
+        raise LossError(
+            f"the buffer {place.name!r} of a {type(place.module).__name__} has the "
+            f"shapes {shapes} after the shards; expected the same in each, to be "
+            "averaged"
+        )
+    return reduce_arrays([v for v in full if v is not None], weights, "mean")
+
+
+def _has_bits_of(first: Array, other: Array) -> bool:
+    return _form(first) == _form(other) and first.tobytes() == other.tobytes()
+
+
+def _form(array: Array) -> tuple[Any, ...]:
+    return array.shape, array.dtype

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from instep._errors import ArgumentError, BatchError
+from instep._check import Trial
+from instep._errors import ArgumentError
 from instep._options import Options
 from instep._pool import Outcome, Pool
 from instep._program import Array, Output
-from instep._sharding import is_row_list
-from instep._tree import flatten, leaf_names, unflatten
-from instep.torch._arrays import dense_strides, numpy_dtype, to_array, to_tensor
+from instep._sharding import take_rows
+from instep.torch._anatomy import Anatomy, Place, anatomy, wiring
+from instep.torch._arrays import numpy_dtype, to_array, to_tensor
+from instep.torch._batch import to_arrays
 from instep.torch._merge import extras_of, merged_aux, merged_buffers, merged_gradient
 from instep.torch._modes import DENSE, gradient_kinds, modes_of
-from instep.torch._program import TorchProgram, buffer_places
+from instep.torch._packing import Packing
+from instep.torch._program import TorchProgram
 from instep.torch._seats import Seats
 
 
@@ -30,8 +33,9 @@ class GradientPool(Pool):
     it takes to hand them new values.
 
     `train()`, `eval()`, `requires_grad_`, `torch.no_grad()`, autocast and the default
-    dtype hold in the workers at the next call. Other attributes of the model travel
-    once, when the pool is made.
+    dtype hold in the workers at the next call, and so does a parameter, buffer or
+    layer that was replaced. Other attributes of the model and what the loss refers to
+    travel once, when the pool is made.
 
     Buffers: after a step, a floating-point buffer that the loss has changed (running
     statistics of BatchNorm) is the shards' mean by weight; a counter is counted once.
@@ -66,12 +70,16 @@ class GradientPool(Pool):
         self, model: torch.nn.Module, loss: Callable[..., Any], **keywords: Any
     ) -> None:
         _check_model(model)
-        self._model, self._loss = model, loss
-        self._leaver: Any = None
         options = Options.of(**keywords)
-        self._sparse = set[int]()  # parameters that have had a sparse gradient
-        self._take_in()
-        super().__init__(self._program(options.has_aux), options)
+        self._model, self._loss, self._has_aux = model, loss, options.has_aux
+        self._seats = Seats()
+        self._parts: Anatomy
+        self._buffer_forms: list[Any]
+        self._leaver = weakref.finalize(self, self._seats.leave)
+        self._leaver.atexit = False  # at the end of the script nobody needs it
+        self._take_in(anatomy(model))
+        super().__init__(self._program(), options)
+        self._shipped: Any = self._form()
 
     def backward(self, *batch: Any) -> Any:
         """Adds the gradient over the whole batch to `.grad`, as `loss.backward()`.
@@ -86,130 +94,171 @@ class GradientPool(Pool):
         Raises:
             BatchError: the batch cannot be split; names the field.
             LossError: the loss did not return a scalar.
+            RuntimeError: nothing in the loss requires a gradient, or gradients are
+                disabled; PyTorch's own.
         """
-        outcome = self._outcome(batch, gradient=True)
+        outcome = self._outcome(*to_arrays(batch, detach=False))
+        value = self._value(outcome)
+        if all(extras.is_constant for extras in extras_of(outcome.shards)):
+            torch.zeros(()).backward()  # type: ignore[no-untyped-call]  # raises
         gradients = self._gradients(outcome)
         self._write_buffers(outcome)
-        for index, gradient in gradients.items():
-            _accumulate(self._seats.parameters[index], gradient)
-        return self._value(outcome)
+        with torch.no_grad():
+            for index, gradient in gradients.items():
+                _accumulate(self._parts.parameters[index], gradient)
+        return value
 
     def evaluate(self, *batch: Any) -> Any:
-        """The loss (or `(loss, aux)`) over the whole batch, without gradients.
+        """The loss (or `(loss, aux)`) over the whole batch, under `torch.no_grad()`.
 
         Buffers are left alone. Dropout and BatchNorm follow `model.training`.
         """
-        return self._value(self._outcome(batch, gradient=False))
+        arrays, formats = to_arrays(batch, detach=True)
+        return self._value(self._outcome(arrays, formats, gradient=False))
 
     def close(self) -> None:
         """Ends the workers; the parameters move back to memory of their own."""
         self._leaver()
         super().close()
 
-    def _outcome(self, batch: tuple[Any, ...], *, gradient: bool) -> Outcome:
+    def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
+        arrays, formats = to_arrays(arguments, detach=False)
+        if index is not None:
+            arrays = take_rows(arrays, index)
+        outcome = self._outcome(arrays, formats)
+        gradients = self._gradients(outcome)
+        named = enumerate(self._model.named_parameters())
+        return Trial(
+            float(outcome.loss),
+            {name: _dense_array(gradients.get(k)) for k, (name, _) in named},
+        )
+
+    def _outcome(
+        self, arrays: tuple[Any, ...], formats: Array, *, gradient: bool = True
+    ) -> Outcome:
         with self._lock:
             self._check_usable()
             self._follow()
-            arrays, is_tensor = _batch_arrays(batch)
-            modes = modes_of(self._model, self._seats.parameters, self._sparse)
-            values = self._seats.values()
-            buffers = [to_array(buffer) for buffer in self._buffers()]
+            modes = modes_of(self._parts, self._sparse)
+            buffers = self._shelf.packed(self._buffers())
             outcome = self._step(
-                (values, buffers, modes),
-                (*arrays, is_tensor),
-                self._dense_outputs(modes),
+                (self._seats.values(), buffers, modes),
+                (*arrays, formats),
+                self._expect(modes),
                 gradient=gradient,
                 split_arguments=[True] * len(arrays) + [False],
             )
-            self._seats.seat(self._resident()[: len(values)])
+            self._seats.seat(self._resident()[0])
         return outcome
 
+    # The model as it is now
+
     def _follow(self) -> None:
-        """Catches up with a model whose parameters were replaced or changed form."""
-        if self._seats.are_taken_by(self._model.parameters()):
+        """Catches up with a model whose parts were replaced or changed form."""
+        parts = anatomy(self._model)
+        if (
+            parts.modules == self._parts.modules
+            and self._seats.are_taken_by(parts.parameters)
+            and _forms(parts.buffers) == self._buffer_forms
+        ):
+            self._parts = parts
             return
         _check_model(self._model)
-        form = self._form
+        shipped, self._shipped = self._shipped, None  # until it is certain
         self._seats.leave()
-        self._take_in()
-        if self._form != form:  # else the workers' copy still fits
-            self._ship(self._program(self._options.has_aux))
+        self._take_in(parts)
+        if self._form() != shipped:  # else the workers' copy still fits
+            self._ship(self._program())
+        self._shipped = self._form()
 
-    def _take_in(self) -> None:
-        """Takes the model as it is now."""
-        self._form = _form(self._model)
-        self._seats = Seats(list(self._model.parameters()))
-        self._kinds: dict[int, int] = {}
-        self._dense: tuple[bytes, list[Output]] = (b"", [])
-        if self._leaver is not None:
-            self._leaver.detach()
-        self._leaver = weakref.finalize(self, Seats.leave, self._seats)
+    def _take_in(self, parts: Anatomy) -> None:
+        """These are the model's parts now."""
+        self._parts = parts
+        self._seats.assign(parts.parameters)
+        self._shelf = Packing(self._buffers())
+        self._buffer_forms = _forms(parts.buffers)
+        self._sparse = set[int]()  # parameters that have had a sparse gradient
+        self._expected = _Expected(None, [], [])
 
-    def _program(self, has_aux: bool) -> TorchProgram:
-        return TorchProgram(self._model, self._loss, has_aux, self._seats.strides)
+    def _form(self) -> Any:
+        """What the workers' copy of the model has in common with it."""
+        forms = self._seats.packing.forms, self._buffer_forms
+        return self._parts.modules, wiring(self._parts), *forms
+
+    def _program(self) -> TorchProgram:
+        packings = self._seats.packing, self._shelf
+        return TorchProgram(self._model, self._loss, self._has_aux, *packings)
 
     def _buffers(self) -> list[torch.Tensor]:
-        found = (m._buffers[name] for m, name in buffer_places(self._model))
-        return [buffer for buffer in found if buffer is not None]
+        tensors = (place.tensor for place in self._parts.buffers)
+        return [tensor for tensor in tensors if tensor is not None]
 
-    def _dense_outputs(self, modes: Array) -> list[Output]:
+    # Results
+
+    def _expect(self, modes: Array) -> list[Output]:
         """One per parameter with a dense gradient; the same list while flags stay."""
-        key = modes.tobytes()
-        if self._dense[0] != key:
-            self._kinds = gradient_kinds(modes, len(self._seats.parameters))
+        kinds = gradient_kinds(modes, len(self._parts.parameters))
+        key = kinds, self._options.reduction
+        if self._expected.key != key:
             named = list(self._model.named_parameters())
-            dense = [k for k, kind in self._kinds.items() if kind == DENSE]
-            self._dense = key, [self._output(*named[k]) for k in dense]
-        return self._dense[1]
+            dense = [index for index, kind in enumerate(kinds) if kind == DENSE]
+            outputs = [self._output(index, *named[index]) for index in dense]
+            self._expected = _Expected(key, dense, outputs)
+        return self._expected.outputs
 
-    def _output(self, name: str, parameter: torch.Tensor) -> Output:
-        dtype, rule = numpy_dtype(parameter.dtype), self._options.reduction
-        return Output((parameter.numel(),), dtype, rule, name)
+    def _output(self, index: int, name: str, parameter: torch.Tensor) -> Output:
+        form = self._seats.packing.forms[index]
+        shape = form.shape if form.is_contiguous else (parameter.numel(),)
+        try:
+            dtype = numpy_dtype(form.dtype)
+        except TypeError as error:
+            raise ArgumentError(
+                f"{name} has dtype {form.dtype}, for which instep has no gradient"
+            ) from error
+        return Output(tuple(shape), dtype, self._options.reduction, name)
 
     def _gradients(self, outcome: Outcome) -> dict[int, torch.Tensor]:
         """By index; parameters whose gradient is None are left out."""
-        dense = [k for k, kind in self._kinds.items() if kind == DENSE]
+        dense = zip(self._expected.indices, outcome.outputs, strict=True)
         gradients = {
-            index: self._shaped(index, flat)
-            for index, flat in zip(dense, outcome.outputs, strict=True)
-            if flat is not None
+            k: self._shaped(k, array) for k, array in dense if array is not None
         }
         outside = set[int]().union(*(e.gradients for e in extras_of(outcome.shards)))
         for index in outside:
-            parameter, rule = self._seats.parameters[index], self._options.reduction
+            parameter, rule = self._parts.parameters[index], self._options.reduction
             gradients[index] = merged_gradient(
                 index, outcome.shards, gradients.get(index), parameter, rule
             )
-        self._sparse |= {k for k in outside if gradients[k].is_sparse}
+        self._sparse |= {index for index in outside if gradients[index].is_sparse}
         return gradients
 
-    def _shaped(self, index: int, flat: Array) -> torch.Tensor:
-        parameter, strides = self._seats.parameters[index], self._seats.strides[index]
-        return to_tensor(flat).as_strided(parameter.shape, strides)
+    def _shaped(self, index: int, array: Array) -> torch.Tensor:
+        tensor, form = to_tensor(array), self._seats.packing.forms[index]
+        if tensor.shape == form.shape:
+            return tensor
+        return tensor.as_strided(form.shape, form.strides)
 
     def _write_buffers(self, outcome: Outcome) -> None:
-        buffers = self._buffers()
-        with torch.no_grad():
-            for index, value in merged_buffers(outcome.shards, buffers).items():
-                buffers[index].copy_(to_tensor(value))
+        places = self._parts.buffers
+        for index, array in merged_buffers(outcome.shards, places).items():
+            place, value = places[index], to_tensor(array)
+            old = place.tensor
+            if old is not None and _form_of(old) == _form_of(value):
+                old.copy_(value)
+            else:
+                place.module._buffers[place.name] = value
 
     def _value(self, outcome: Outcome) -> Any:
-        loss = to_tensor(outcome.loss[None]).squeeze(0)
-        return (loss, merged_aux(outcome.shards)) if self._options.has_aux else loss
+        loss = to_tensor(np.asarray(outcome.loss))
+        return (loss, merged_aux(outcome.shards)) if self._has_aux else loss
 
 
-def _form(model: torch.nn.Module) -> Any:
-    """What the workers' copy has in common with the model."""
-    parameters = [
-        (name, p.shape, p.dtype, dense_strides(p))
-        for name, p in model.named_parameters()
-    ]
-    buffers = [
-        (name, b.shape, b.dtype)
-        for module, name in buffer_places(model)
-        if (b := module._buffers[name]) is not None
-    ]
-    return parameters, buffers
+class _Expected(NamedTuple):
+    """The outputs of a step, and which parameters they are the gradients of."""
+
+    key: Any
+    indices: list[int]
+    outputs: list[Output]
 
 
 def _check_model(model: Any) -> None:
@@ -222,40 +271,41 @@ def _check_model(model: Any) -> None:
             raise ArgumentError(
                 f"{name} is lazy and has no shape yet; call the model once on a batch"
             )
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise ArgumentError(
                 f"{name} is on {tensor.device}; instep computes on the CPU: model.cpu()"
             )
 
 
-def _batch_arrays(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Array]:
-    """The batch with arrays for tensors, and one flag per leaf that was a tensor."""
-    leaves, structure = flatten(batch, is_row_list)
-    flags = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    for index, (leaf, is_tensor) in enumerate(zip(leaves, flags, strict=True)):
-        if is_tensor and leaf.device.type != "cpu":
-            name = leaf_names(structure, "batch")[index]
-            raise BatchError(
-                f"{name} is on {leaf.device}; instep computes on the CPU: tensor.cpu()"
-            )
-    pairs = zip(leaves, flags, strict=True)
-    arrays = [to_array(leaf) if is_tensor else leaf for leaf, is_tensor in pairs]
-    return unflatten(structure, arrays), np.array(flags, np.uint8)
+def _forms(buffers: list[Place]) -> list[Any]:
+    """Name and form of the buffer in each place."""
+    return [
+        (place.name, None if (tensor := place.tensor) is None else _form_of(tensor))
+        for place in buffers
+    ]
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.is_cpu
+
+
+def _dense_array(gradient: torch.Tensor | None) -> Array | None:
+    if gradient is None:
+        return None
+    return to_array(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """What autograd does at a leaf: its hooks, then `.grad`."""
+    """What autograd does at a leaf: its hooks, then `.grad`, then more hooks."""
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
-    with torch.no_grad():
-        if parameter.grad is None:
-            parameter.grad = gradient
-        elif parameter.grad.is_sparse and not gradient.is_sparse:
-            parameter.grad = gradient + parameter.grad
-        else:
-            parameter.grad += gradient
-    for hook in (
-        getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    ).values():
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif parameter.grad.is_sparse and not gradient.is_sparse:
+        parameter.grad = gradient + parameter.grad
+    else:
+        parameter.grad += gradient
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for hook in hooks.values():
         hook(parameter)

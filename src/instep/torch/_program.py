@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from instep._aux import is_aux_leaf
 from instep._errors import LossError
 from instep._program import Array, ShardResult, Task
-from instep._sharding import is_row_list
 from instep._tree import flatten, unflatten
 from instep._values import Sum, Weighted
-from instep.torch._arrays import in_memory_order, to_array, to_tensor
-from instep.torch._modes import DENSE, SPARSE, Modes, gradient_kinds
+from instep.torch._anatomy import anatomy
+from instep.torch._arrays import in_memory_order, to_array
+from instep.torch._batch import to_tensors
+from instep.torch._buffers import Buffers
+from instep.torch._modes import DENSE, SPARSE, Modes, library_flags, set_library_flags
+from instep.torch._packing import Packing
+from instep.torch._strangers import strangers
 
 
 class Slices(NamedTuple):
@@ -39,12 +44,17 @@ class Extras(NamedTuple):
         buffers: new values of those that the loss has changed, by index.
         gradients: those that do not fit the slot, by index: sparse ones, and dense
             ones of parameters that used to have sparse ones.
+        is_constant: nothing that requires a gradient took part in the loss.
     """
 
     aux: Any = None
     tensors: tuple[bool, ...] = ()
     buffers: dict[int, Array] = {}  # noqa: RUF012
     gradients: dict[int, Slices | Array] = {}  # noqa: RUF012
+    is_constant: bool = False
+
+
+NO_EXTRAS = Extras()
 
 
 @dataclass
@@ -52,35 +62,41 @@ class TorchProgram:
     """The model and the loss, as they were when they were shipped.
 
     Attributes:
-        strides: of every parameter, in the order of `model.parameters()`.
+        seats: where each parameter lies in the vector of parameters.
+        shelf: where each buffer lies in the vector of buffers.
     """
 
     model: torch.nn.Module
     loss: Callable[..., Any]
     has_aux: bool
-    strides: list[tuple[int, ...]]
+    seats: Packing
+    shelf: Packing
     modules: tuple[str, ...] = field(default=("torch",))
 
     def start(self, threads: int) -> None:
         self._threads = threads
-        self._parameters = list(self.model.parameters())
-        self._buffers = _Buffers(self.model)
-        self._modes = Modes(self.model, list(self._parameters))
-        self._seats = [0] * len(self._parameters)
+        parts = anatomy(self.model)
+        self._parameters = parts.parameters
+        self._buffers = Buffers(parts.buffers, self.shelf)
+        self._modes = Modes(parts)
+        self._strangers = strangers(self.loss, parts.parameters)
+        self._strided = {
+            index: form.strides
+            for index, form in enumerate(self.seats.forms)
+            if not form.is_contiguous
+        }
+        self._address = -1
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Puts the library's global state back: for the serial engine."""
-        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        threads, flags = torch.get_num_threads(), library_flags()
         with torch.random.fork_rng(devices=[]):
             try:
                 yield
             finally:
                 torch.set_num_threads(threads)
-                torch.set_default_dtype(dtype)
-                if deterministic != torch.are_deterministic_algorithms_enabled():
-                    torch.use_deterministic_algorithms(deterministic)
+                set_library_flags(flags)
 
     def compute(self, params: Any, batch: tuple[Any, ...], task: Task) -> ShardResult:
         values, buffers, modes = params
@@ -90,112 +106,76 @@ class TorchProgram:
             torch.set_num_threads(self._threads)
         torch.default_generator.manual_seed(task.seed >> 1)
         with self._modes.applied(modes):
+            *arrays, formats = batch
+            arguments = to_tensors(tuple(arrays), formats)
             if task.gradient:
-                return self._gradient(_arguments(batch), modes)
+                return self._gradient(arguments)
             with torch.no_grad():
-                loss, weight, aux = self._call(_arguments(batch))
-        return ShardResult(to_array(loss), weight, [], _extras(aux, {}, {}))
+                loss, weight, aux = self._call(arguments)
+        return ShardResult(to_array(loss), weight, [], _extras(aux))
 
-    def _gradient(self, arguments: tuple[Any, ...], modes: Array) -> ShardResult:
-        for parameter in self._parameters:
-            parameter.grad = None
-        loss, weight, aux = self._call(arguments)
-        loss.backward()  # type: ignore[no-untyped-call]
-        kinds = gradient_kinds(modes, len(self._parameters))
-        grads = {k: self._parameters[k].grad for k in kinds}
-        outside = {
-            k: _outside(g)
-            for k, g in grads.items()
-            if g is not None and (g.is_sparse or kinds[k] == SPARSE)
-        }
-        dense = [
-            None if g is None or k in outside else self._flat(k, g)
-            for k, g in grads.items()
-            if kinds[k] == DENSE
-        ]
-        extras = _extras(aux, self._buffers.changed(), outside)
-        return ShardResult(to_array(loss), weight, dense, extras)
+    def _take_seats(self, values: Array) -> None:
+        """Points the parameters at their values, which stay where they are for long."""
+        address = values.__array_interface__["data"][0]
+        if address != self._address:
+            views = self.seats.views(values)
+            for parameter, view in zip(self._parameters, views, strict=True):
+                parameter.data = view
+            self._address = address
 
     def _call(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, Any, Any]:
         value, aux, weight = self.loss(self.model, *arguments), None, None
         if self.has_aux:
             value, aux = _pair(value)
         if isinstance(value, Weighted):
-            value, weight = value.value, float(value.weight)
+            value, weight = value.value, _detached(value.weight)
         if not isinstance(value, torch.Tensor) or value.shape != ():
             raise LossError(_loss_problem(value))
         return value, weight, aux
 
-    def _take_seats(self, values: list[Array]) -> None:
-        """Points the parameters at the values in shared memory."""
-        for index, (parameter, value) in enumerate(
-            zip(self._parameters, values, strict=True)
-        ):
-            address = value.__array_interface__["data"][0] if value.size else 0
-            if self._seats[index] != address or not address:
-                flat = to_tensor(value)
-                parameter.data = flat.as_strided(parameter.shape, self.strides[index])
-                self._seats[index] = address
+    def _gradient(self, arguments: tuple[Any, ...]) -> ShardResult:
+        for parameter in (*self._parameters, *self._strangers.values()):
+            parameter.grad = None
+        loss, weight, aux = self._call(arguments)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._check_strangers()
+        dense, outside = self._sorted_gradients()
+        changed, is_constant = self._buffers.changed(), not loss.requires_grad
+        extras = _extras(aux, changed, outside, is_constant)
+        return ShardResult(to_array(loss), weight, dense, extras)
 
-    def _flat(self, index: int, gradient: torch.Tensor) -> Array:
-        return to_array(in_memory_order(gradient, self.strides[index]))
+    def _sorted_gradients(
+        self,
+    ) -> tuple[list[Array | None], dict[int, Slices | Array]]:
+        """Those for the slot, in order, and those that do not fit it, by index."""
+        dense: list[Array | None] = []
+        outside: dict[int, Slices | Array] = {}
+        pairs = zip(self._parameters, self._modes.kinds, strict=True)
+        for index, (parameter, kind) in enumerate(pairs):
+            gradient = parameter.grad
+            if gradient is not None and (kind == SPARSE or gradient.is_sparse):
+                outside[index], gradient = _outside(gradient), None
+            if kind == DENSE:
+                dense.append(self._laid_out(index, gradient))
+        return dense, outside
 
+    def _laid_out(self, index: int, gradient: torch.Tensor | None) -> Array | None:
+        if gradient is None:
+            return None
+        strides = self._strided.get(index)
+        if strides is None:
+            return to_array(gradient)
+        return to_array(in_memory_order(gradient, strides))
 
-class _Buffers:
-    """The buffers of a worker's model, found by name: a loss may replace them."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._places = buffer_places(model)
-        self._tensors = [module._buffers[name] for module, name in self._places]
-        self._values: list[torch.Tensor] = []
-
-    def restore(self, values: list[Array]) -> None:
-        """Gives them the master's values."""
-        self._values = [to_tensor(value) for value in values]
-        for (module, name), tensor, value in zip(
-            self._places, self._tensors, self._values, strict=True
-        ):
-            assert tensor is not None
-            module._buffers[name] = tensor.copy_(value)
-
-    def changed(self) -> dict[int, Array]:
-        """Copies of those that have another value now.
-
-        Values are compared: BatchNorm's kernel does not count its writes as such.
-        """
-        changed = {}
-        for index, (module, name) in enumerate(self._places):
-            now = module._buffers[name]
-            if now is not None and not torch.equal(now, self._values[index]):
-                changed[index] = to_array(now.detach().clone())
-        return changed
-
-
-def buffer_places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
-    """Module and name of every buffer, each tensor once."""
-    places: dict[int, tuple[torch.nn.Module, str]] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                places.setdefault(id(buffer), (module, name))
-    return list(places.values())
-
-
-def _arguments(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The batch with the tensors it had in the master.
-
-    Copies, so that a loss which works in place spoils neither a shard that must be
-    computed again nor what all shards share.
-    """
-    *arguments, is_tensor = batch
-    leaves, structure = flatten(tuple(arguments), is_row_list)
-    pairs = zip(leaves, is_tensor.tolist(), strict=True)
-    return tuple(
-        unflatten(
-            structure,
-            [to_tensor(leaf).clone() if is_t else leaf for leaf, is_t in pairs],
-        )
-    )
+    def _check_strangers(self) -> None:
+        lost = [n for n, t in self._strangers.items() if t.grad is not None]
+        if lost:
+            raise LossError(
+                f"the loss has a gradient for {', '.join(lost)}, which is no parameter "
+                "of the model and would stay as it is; make it one, for example by a "
+                "torch.nn.ModuleList that holds it beside the model"
+            )
 
 
 def _outside(gradient: torch.Tensor) -> Slices | Array:
@@ -205,27 +185,39 @@ def _outside(gradient: torch.Tensor) -> Slices | Array:
     return Slices(to_array(gradient._values()), to_array(gradient._indices()))
 
 
-def _extras(aux: Any, buffers: dict[int, Array], gradients: Any) -> Extras | None:
-    if aux is None and not buffers and not gradients:
+def _extras(
+    aux: Any,
+    buffers: dict[int, Array] | None = None,
+    gradients: dict[int, Slices | Array] | None = None,
+    is_constant: bool = False,
+) -> Extras | None:
+    """What has to be sent besides loss and dense gradients; mostly nothing."""
+    if aux is None and not (buffers or gradients or is_constant):
         return None
-    leaves, structure = flatten(aux, _is_aux_leaf)
-    tensors = tuple(_is_tensor(leaf) for leaf in leaves)
+    leaves, structure = flatten(aux, is_aux_leaf)
+    tensors = tuple(_holds_tensors(leaf) for leaf in leaves)
     arrays = unflatten(structure, [_plain(leaf) for leaf in leaves])
-    return Extras(arrays, tensors, buffers, gradients)
+    return Extras(arrays, tensors, buffers or {}, gradients or {}, is_constant)
 
 
-def _is_aux_leaf(node: Any) -> bool:
-    return isinstance(node, Sum)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf.value if isinstance(leaf, Sum) else leaf, torch.Tensor)
+def _holds_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, Sum):
+        return _holds_tensors(leaf.value)
+    if isinstance(leaf, list):  # a row list: 0-d tensors, if any
+        return any(isinstance(item, torch.Tensor) for item in leaf)
+    return isinstance(leaf, torch.Tensor)
 
 
 def _plain(leaf: Any) -> Any:
     if isinstance(leaf, Sum):
         return Sum(_plain(leaf.value))
+    if isinstance(leaf, list):
+        return [_plain(item) for item in leaf]
     return to_array(leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _detached(weight: Any) -> Any:
+    return weight.detach() if isinstance(weight, torch.Tensor) else weight
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
@@ -235,9 +227,14 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 def _loss_problem(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"the loss returned {value!r}; expected a scalar tensor"
-    return (
-        f"the loss has shape {tuple(value.shape)}; expected a scalar. Average it over "
-        "the rows (loss.mean()), or add it up and use reduction='sum'"
-    )
+    if isinstance(value, torch.Tensor):
+        return (
+            f"the loss has shape {tuple(value.shape)}; expected a scalar. Average it "
+            "over the rows (loss.mean()), or add it up and use reduction='sum'"
+        )
+    if isinstance(value, tuple | list):
+        return (
+            f"the loss returned a {type(value).__name__}; expected a scalar tensor (or "
+            "a pair (loss, aux), with has_aux=True)"
+        )
+    return f"the loss returned {value!r}; expected a scalar tensor"

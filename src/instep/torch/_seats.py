@@ -6,55 +6,62 @@ memory, what it writes is where the workers read, and nothing has to be copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 
 import torch
 
 from instep._program import Array
-from instep.torch._arrays import dense_strides, in_memory_order, to_array, to_tensor
+from instep.torch._packing import Packing
 
 
 class Seats:
     """Which parameters live in shared memory, and where."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self) -> None:
+        self.assign([])
+
+    def assign(self, parameters: Sequence[torch.Tensor]) -> None:
+        """These parameters, as they are now, are to have seats."""
         self.parameters = list(parameters)
-        self.strides = [dense_strides(p) for p in parameters]
-        self._places: list[Array] = []
-        self._addresses: list[int] = []
+        self.packing = Packing(parameters)
+        self._vector: Array | None = None
+        self._seated: list[tuple[int, torch.Size, tuple[int, ...]]] = []
 
-    def are_taken_by(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def are_taken_by(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these very parameters sit in the seats, in the form they had."""
-        return [(id(p), p.data_ptr(), p.stride()) for p in parameters] == [
-            (id(p), address, strides)
-            for p, address, strides in zip(
-                self.parameters, self._addresses, self.strides, strict=False
-            )
-        ]
+        return (
+            self._vector is not None
+            and len(parameters) == len(self.parameters)
+            and all(map(operator.is_, parameters, self.parameters))
+            and list(map(_whereabouts, parameters)) == self._seated
+        )
 
-    def values(self) -> list[Array]:
-        """The parameters as vectors; those in their seat as the seat itself."""
-        return self._places or [
-            to_array(in_memory_order(parameter, strides))
-            for parameter, strides in zip(self.parameters, self.strides, strict=True)
-        ]
+    def values(self) -> Array:
+        """The parameters, packed; once they are seated, the seats themselves."""
+        if self._vector is None:
+            return self.packing.packed(self.parameters)
+        return self._vector
 
-    def seat(self, places: Sequence[Array]) -> None:
-        """Moves the parameters to these places, which hold their values already."""
-        if not places or (self._places and places[0] is self._places[0]):
+    def seat(self, vector: Array) -> None:
+        """Moves the parameters to this vector, which holds their values already."""
+        if vector is self._vector:
             return
-        self._places = list(places)
-        tensors = [to_tensor(place) for place in places]
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        for parameter, strides, flat in zip(
-            self.parameters, self.strides, tensors, strict=True
-        ):
-            parameter.data = flat.as_strided(parameter.shape, strides)
+        with torch.inference_mode(False):  # whose tensors could not be trained
+            views = self.packing.views(vector)
+            for parameter, view in zip(self.parameters, views, strict=True):
+                parameter.data = view
+        self._vector, self._seated = vector, list(map(_whereabouts, views))
 
     def leave(self) -> None:
         """Moves the parameters back to memory of their own."""
-        pairs = zip(self.parameters, self._addresses, strict=False)
-        for parameter, address in pairs:
-            if parameter.data_ptr() == address and parameter.numel():
-                parameter.data = parameter.data.clone()
-        self._places, self._addresses = [], []
+        with torch.inference_mode(False):
+            pairs = zip(self.parameters, self._seated, strict=False)
+            for parameter, seat in pairs:
+                if _whereabouts(parameter) == seat:  # else it has left by itself
+                    parameter.data = parameter.data.clone()
+        self._vector, self._seated = None, []
+
+
+def _whereabouts(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
