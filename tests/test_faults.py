@@ -20,6 +20,7 @@ import instep
 from conftest import wait_until
 from helpers import bits, both_engines, make, run_python, started, write_script
 from instep.engines import processes
+from instep.numpy import NumpyProgram
 from losses import least_squares, toy, wide
 
 ONE = np.float64(1)
@@ -655,3 +656,14 @@ def test_the_lines_of_the_loss_are_in_the_traceback_of_a_script(tmp_path):
     line = script.read_text().splitlines().index("    raise RowError(17, 3)") + 1
     assert f'script.py", line {line}, in fun\n    raise RowError' in result.stderr
     assert result.stderr.rstrip().splitlines()[-2].startswith("RowError: bad row 17")
+
+
+def test_another_program_gets_new_workers_of_the_same_template():
+    with make(toy, workers=2, shards=2) as pool:
+        started(pool, ONE, ROWS)
+        before, template = pool.statistics().pids, template_of(pool)
+        pool._ship(NumpyProgram(lambda w, x: (x.sum(), w), has_aux=False))
+        started(pool, ONE, ROWS)
+        assert pool(ONE, ROWS) == (39.0, 1.0)  # (21 + 57) / 2
+        assert not set(before) & set(pool.statistics().pids)
+        assert template_of(pool) == template

@@ -276,7 +276,7 @@ LAYERS = [
     ["__main__"],
     ["_commands"],
     ["_demo", "testing"],
-    ["tensorflow", "torch", "numpy"],
+    ["tensorflow", "torch", "jax", "numpy"],
     ["_pool"],
     ["_slices"],
     ["_statistics", "_aux", "_check"],
@@ -295,7 +295,7 @@ LAYERS = [
     ["_ship", "_memory"],
     ["_sharding"],
     ["_tree", "_program"],
-    ["_seeding", "_values", "_errors"],
+    ["_seeding", "_values", "_errors", "_quiet"],
 ]
 
 

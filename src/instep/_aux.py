@@ -47,10 +47,24 @@ def merge_aux_leaves(shards: Sequence[ShardAnswer]) -> tuple[list[Any], Structur
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
         raise LossError("aux has not the same structure in every shard")
-    names = leaf_names(structure, "aux")
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    merged = [_merge(n, c, shards) for n, c in zip(names, columns, strict=True)]
-    return merged, structure
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    return merge_columns(leaf_names(structure, "aux"), columns, shards), structure
+
+
+def merge_columns(
+    names: Sequence[str],
+    columns: Sequence[Sequence[Any]],
+    shards: Sequence[ShardAnswer],
+) -> list[Any]:
+    """Leaf by leaf: for adapters whose trees are of another kind.
+
+    Args:
+        names: how each leaf is written, for errors.
+        columns: per leaf its values, one per shard.
+        shards: for their weights and rows.
+    """
+    pairs = zip(names, columns, strict=True)
+    return [_merge(name, column, shards) for name, column in pairs]
 
 
 def is_aux_leaf(node: Any) -> bool:

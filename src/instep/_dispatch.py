@@ -48,7 +48,6 @@ class Dispatcher:
 
     def start(self, program: Program) -> None:
         """Starts the workers with this program, in place of those there are."""
-        self._engine.close()
         self._due.clear()
         self._engine.start(program, len(self._workers), self._threads)
 

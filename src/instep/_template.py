@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from instep._quiet import held_back_stderr
 from instep._wire import FORK_NBYTES, ForkOrder, Kind, Op, Report
 
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +41,6 @@ class Setup:
         threads: threads per worker inside one operation.
         report_fd: write end of the pipe to the master.
         block_fds: shared memory of parameters, batch and slots.
-        program: the pickled program.
     """
 
     master: int
@@ -49,10 +49,10 @@ class Setup:
     threads: int
     report_fd: int
     block_fds: tuple[int, int, int]
-    program: bytes
 
 
-RunWorker = Callable[[Setup, int, int, int, int], None]
+# (setup, worker, incarnation, descriptors of commands, outbox and program)
+RunWorker = Callable[[Setup, int, int, int, int, int], None]
 
 
 def serve(setup: Setup, orders: socket.socket, run_worker: RunWorker) -> None:
@@ -81,11 +81,12 @@ class _Template:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
         sys.path[:] = self._setup.sys_path
-        for name in self._setup.modules:
-            # A module that cannot be imported is reported by the worker, which
-            # fails to unpickle the program, with the traceback.
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+        with held_back_stderr():  # TensorFlow's words on its build; the user has them
+            for name in self._setup.modules:
+                # A module that cannot be imported is reported by the worker, which
+                # fails to unpickle the program, with the traceback.
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
         # What is here now stays: no worker's garbage collector need look at it, nor
         # touch, and so copy, the pages it shares with the others.
         gc.collect()
@@ -111,7 +112,7 @@ class _Template:
 
     def _obey(self) -> bool:
         """Carries out one order; False when the master has closed the socket."""
-        record, fds, _, _ = socket.recv_fds(self._orders, FORK_NBYTES, 2)
+        record, fds, _, _ = socket.recv_fds(self._orders, FORK_NBYTES, 3)
         if len(record) < FORK_NBYTES:
             return False
         order = ForkOrder.unpack(record)

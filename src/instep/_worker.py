@@ -40,10 +40,16 @@ def main() -> None:
 
 
 def work(
-    setup: Setup, worker: int, incarnation: int, commands: int, outbox: int
+    setup: Setup,
+    worker: int,
+    incarnation: int,
+    commands: int,
+    outbox: int,
+    program: int,
 ) -> None:
     """Serves commands until the master closes the pipe."""
-    desk = _Desk(setup, worker, incarnation, commands, Block(outbox))
+    blocks = Block(outbox), Block(program)
+    desk = _Desk(setup, worker, incarnation, commands, *blocks)
     with contextlib.suppress(BrokenPipeError):
         desk.serve()
 
@@ -52,12 +58,19 @@ class _Desk:
     """One worker's view of the blocks and pipes."""
 
     def __init__(
-        self, setup: Setup, worker: int, incarnation: int, commands: int, outbox: Block
+        self,
+        setup: Setup,
+        worker: int,
+        incarnation: int,
+        commands: int,
+        outbox: Block,
+        program: Block,
     ) -> None:
         self._setup = setup
         self._who = worker, incarnation
         self._commands = commands
         self._outbox = outbox
+        self._program = program
         self._params, self._batch, self._slots = map(Block, setup.block_fds)
 
     def serve(self) -> None:
@@ -73,7 +86,8 @@ class _Desk:
             self._fail(0, error)
 
     def _start(self) -> ShardRunner:
-        program = pickle.loads(self._setup.program)
+        program = pickle.loads(self._program.at_least(0))
+        self._program.close()
         runner = ShardRunner(program, self._setup.threads)
         # Once more: loading the program may have loaded further thread pools.
         threadpool_limits(limits=self._setup.threads)

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from instep._demo import picture, report
     from instep._demo.display import make_display
     from instep._demo.measure import measure
-    from instep._demo.quiet import held_back_stderr
+    from instep._quiet import held_back_stderr
     from instep._demo.trainer import PoolSize, load_maker
 
     picture.check_format(options.output)

@@ -59,7 +59,10 @@ class Engine(Protocol):
     """What a pool needs from an engine."""
 
     def start(self, program: Program, workers: int, threads: int) -> None:
-        """Begins to start the workers and returns at once."""
+        """Begins to start workers with this program and returns at once.
+
+        Those that run another program are replaced.
+        """
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
         """Makes parameters and batch readable by all workers; returns bytes moved."""

@@ -86,17 +86,40 @@ class Processes:
                 "use engine='serial', or run under WSL"
             )
         self._template: subprocess.Popen[bytes] | None = None
+        self._modules: tuple[str, ...] = ()
+        self._threads = 0
+        self._program = Block(-1)
+        self._pending: list[Event] = []
 
     def start(self, program: Program, workers: int, threads: int) -> None:
-        self._program = ship(program)
-        self._modules = tuple(program.modules)
-        self._threads = threads
+        text, modules = ship(program), tuple(program.modules)
+        if self._template is None or (modules, threads) != (
+            self._modules,
+            self._threads,
+        ):
+            self.close()
+            self._modules, self._threads = modules, threads
+            self._open()
+        else:  # the template has imported all there is to import
+            self._program.close()
+            self._pending.clear()
+            self._start_failures = 0
+        self._program = Block.create()
+        self._program.at_least(len(text))[: len(text)] = text
+        for worker in range(workers):
+            if worker in self._seats:
+                self.replace(worker)
+            else:
+                self._start_worker(worker, 0)
+
+    def _open(self) -> None:
+        """Memory for the workers and the template to fork them from."""
         self._owner = os.getpid()
         self._seats: dict[int, _Seat] = {}
         self._starting: dict[int, float] = {}  # and since when
         self._idle: dict[int, None] = {}  # an ordered set
         self._leaving: dict[tuple[int, int], int] = {}  # killed, and the slot it held
-        self._pending: list[Event] = []
+        self._pending.clear()
         self._number = 0
         self._oldest = 0  # commands with a lower number are forgotten
         self._start_failures = 0
@@ -107,8 +130,6 @@ class Processes:
         self._slots = Slots(self._blocks[2])
         self._slot_of: dict[int, int] = {}
         self._start_template()
-        for worker in range(workers):
-            self._start_worker(worker, 0)
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
         self._oldest = self._number + 1
@@ -170,6 +191,8 @@ class Processes:
         if self._template is None or os.getpid() != self._owner:
             return  # closed, or a fork of the master is ending: not its to close
         template, self._template = self._template, None
+        if not any(self.pids()):  # it may still import, and hear nothing meanwhile
+            template.kill()
         for worker in list(self._seats):
             self._vacate(worker)
         # The template then kills its workers and ends. Closing would not be enough
@@ -182,7 +205,7 @@ class Processes:
             template.kill()  # the kernel then kills the workers
             template.wait()
         os.close(self._reports)
-        for block in self._blocks:
+        for block in (*self._blocks, self._program):
             block.close()
         del self._params, self._batch, self._slots  # they hold views of the blocks
 
@@ -211,7 +234,6 @@ class Processes:
             threads=self._threads,
             report_fd=report_fd,
             block_fds=shared,
-            program=self._program,
         )
         text = pickle.dumps(setup)
         block.at_least(len(text))[: len(text)] = text
@@ -230,7 +252,7 @@ class Processes:
         seat = _Seat(worker, incarnation, write_end, outbox)
         self._seats[worker] = seat
         self._starting[worker] = time.monotonic()
-        self._order(Op.START, seat, commands, outbox.fd)
+        self._order(Op.START, seat, commands, outbox.fd, self._program.fd)
         os.close(commands)
 
     def _order(self, op: Op, seat: _Seat, *fds: int) -> None:
