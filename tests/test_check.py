@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import instep
 from helpers import make
 from instep import Weighted, _check
 
@@ -129,3 +130,33 @@ def test_a_check_is_no_step_and_changes_nothing():
         assert pool.statistics().steps == 1
     assert first[0] == again[0]
     assert (first[1] == again[1]).all()
+
+
+def test_a_tensorflow_loss_is_checked_by_variable():
+    tf = pytest.importorskip("tensorflow")
+    w = tf.Variable(tf.ones([6, 1]), name="w")
+
+    def loss(variables, x):
+        return tf.reduce_sum(x @ variables[0])
+
+    options = {"shards": 4, "engine": "serial"}
+    with instep.tensorflow.GradientPool([w], loss, **options) as pool:
+        report = pool.check(X.astype(np.float32))
+    assert {f.name for f in report.findings} == {"loss", "0: w:0"}
+    assert {f.reason for f in report.findings} == {_check.SUM}
+
+
+def test_a_graph_s_loss_is_checked_with_the_session_s_variables():
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        xs = v1.placeholder(tf.float32, [None, 6])
+        w = v1.get_variable("w", initializer=tf.ones([6, 1]))
+        loss = tf.reduce_mean(xs @ w) + 0.1 * tf.reduce_sum(w**2)
+        options = {"shards": 4, "engine": "serial"}
+        with instep.tensorflow.v1.GradientPool(loss, batch=[xs], **options) as pool:
+            pool.compute_gradients(v1.train.GradientDescentOptimizer(0.1))
+            session.run(v1.global_variables_initializer())
+            report = pool.check(X)
+    assert report.ok, str(report)
+    assert report.checked == 1

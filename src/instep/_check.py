@@ -98,11 +98,12 @@ class Report:
             f"difference {self.largest:.1e})"
         )
         width = max((len(f.name) for f in self.findings), default=0)
-        rows = [
-            f"  {finding.name:<{width}}  {finding.difference:8.1e}  {finding.reason}"
-            for finding in self.findings
-        ]
-        return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
+        lines = [head]
+        for reason in dict.fromkeys(f.reason for f in self.findings):
+            lines.append(f"  likely reason: {reason}")
+            same = (f for f in self.findings if f.reason == reason)
+            lines += [f"    {f.name:<{width}}  {f.difference:8.1e}" for f in same]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,14 @@ def take_rows(batch: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
 def _take(leaf: Any, index: Any) -> Any:
     if isinstance(leaf, list):
         return [leaf[k] for k in index]
-    return leaf.iloc[index] if hasattr(leaf, "iloc") else leaf[index]
+    if hasattr(leaf, "iloc"):
+        return leaf.iloc[index]
+    return np.asarray(leaf)[index] if _is_tensorflow(leaf) else leaf[index]
+
+
+def _is_tensorflow(leaf: Any) -> bool:
+    """TensorFlow's tensors take no list of rows as an index."""
+    return type(leaf).__module__.startswith("tensorflow")
 
 
 def slice_items(leaf: Any, start: int, stop: int) -> Any:

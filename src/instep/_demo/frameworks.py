@@ -22,5 +22,7 @@ class Framework:
 
 FRAMEWORKS = {
     "tensorflow": Framework("tensorflow_trainer", "tensorflow", "tensorflow"),
+    "torch": Framework("torch_trainer", "torch", "torch"),
+    "jax": Framework("jax_trainer", "jax", "jax"),
     "numpy": Framework("numpy_trainer", "numpy", "numpy"),
 }

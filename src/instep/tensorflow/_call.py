@@ -47,26 +47,27 @@ def compute(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GraphCall:
-    """Batch and variables in, pooled loss and gradients out."""
+    """Batch and variables in, pooled loss and gradients out.
+
+    Attributes:
+        pairs: symbolic gradients and their variables.
+        params: the variables' values in the graph, once it is inserted.
+    """
 
     pool: Pool
     given: GraphLoss
     number: int
     traced: GraphTrace
+    pairs: Sequence[tuple[Any, Any]]
+    params: Sequence[tf.Tensor] = ()
 
-    def insert(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[tf.Tensor, list[Any]]:
-        """Adds the function to the graph; the pooled loss and gradients.
-
-        Args:
-            pairs: symbolic gradients and their variables.
-        """
-        types = [t.dtype.base_dtype for g, _ in pairs for t in _parts(g)]
-        graph, step = (
-            self.given.graph,
-            functools.partial(self._call, self._dense(pairs)),
-        )
+    def insert(self) -> tuple[tf.Tensor, list[Any]]:
+        """Adds the function to the graph; the pooled loss and gradients."""
+        types = [t.dtype.base_dtype for g, _ in self.pairs for t in _parts(g)]
+        graph = self.given.graph
+        step = functools.partial(self._call, self._dense())
         # Python functions run on the CPU. Update ops on the loss's control edges
         # run here, before, as they did for the loss.
         with (
@@ -74,21 +75,28 @@ class GraphCall:
             graph.device("/CPU:0"),
             tf.control_dependencies(self.traced.effects),
         ):
-            params = read_all(graph, self.traced)
+            self.params = read_all(graph, self.traced)
             loss, *flat = tf.numpy_function(
                 step,
-                [*self.given.batch, *self.traced.others, *params],
+                [*self.given.batch, *self.traced.others, *self.params],
                 [self.given.value.dtype, *types],
                 name="instep",
             )
         loss.set_shape([])
         values = iter(flat)
-        return loss, [_shaped(g, v, values) for g, v in pairs]
+        return loss, [_shaped(g, v, values) for g, v in self.pairs]
 
-    def _dense(self, pairs: Sequence[tuple[Any, Any]]) -> _DenseOutputs:
+    def gradients(self, inputs: Inputs) -> tuple[Any, dict[str, Array | None]]:
+        """The pooled loss and dense gradients, by the names of the variables."""
+        outputs = self._dense().outputs(inputs.params)
+        outcome = compute(self.pool, self.number, self.traced, inputs, outputs)
+        values = iter(self._flat_gradients(outcome))
+        return outcome.loss, {v.name: _densified(g, v, values) for g, v in self.pairs}
+
+    def _dense(self) -> _DenseOutputs:
         """The dense gradients, by the place of their variable among the params."""
         nodes = [variable.node for variable in self.traced.trace.variables]
-        dense = [v for g, v in pairs if isinstance(g, tf.Tensor)]
+        dense = [v for g, v in self.pairs if isinstance(g, tf.Tensor)]
         places = tuple(nodes.index(node_name(variable)) for variable in dense)
         names = tuple(str(variable.name) for variable in dense)
         return _DenseOutputs(places, names, self.pool._options.reduction)
@@ -172,6 +180,16 @@ def _shaped(symbolic: Any, variable: Any, values: Any) -> Any:
     rows.set_shape([None, *variable.shape.as_list()[1:]])
     indices.set_shape([None])
     return tf.IndexedSlices(rows, indices, symbolic.dense_shape)
+
+
+def _densified(symbolic: Any, variable: Any, values: Any) -> Array | None:
+    """The next of `values` as an array of the variable's shape."""
+    if not isinstance(symbolic, tf.IndexedSlices):
+        return None if symbolic is None else next(values)
+    rows, indices = next(values), next(values)
+    dense = np.zeros(variable.shape.as_list(), rows.dtype)
+    np.add.at(dense, indices, rows)
+    return dense
 
 
 def _check_forgotten(others: Sequence[tf.Tensor], inputs: Inputs) -> None:

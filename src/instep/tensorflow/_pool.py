@@ -10,10 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from instep._aux import merge_aux
+from instep._check import Trial
 from instep._errors import ArgumentError
 from instep._options import Options
 from instep._pool import Outcome, Pool
-from instep._program import Output
+from instep._program import Array, Output, Rule
+from instep._sharding import take_rows
 from instep._slices import merge_slices
 from instep._tree import unflatten
 from instep._values import Weighted
@@ -77,7 +79,7 @@ class GradientPool(Pool):
             lambda batch: _arguments(loss, model, batch),
         )
         self._num_shipped = 0
-        self._outputs_of: dict[int, list[Output]] = {}
+        self._outputs_of: dict[tuple[int, Rule], list[Output]] = {}
         super().__init__(TensorFlowProgram({}), options)
 
     def gradient(self, *batch: Any) -> tuple[Any, list[Any]]:
@@ -113,6 +115,16 @@ class GradientPool(Pool):
         entry, outcome = self._outcome(batch, gradient=False)
         return self._value(entry.traced, outcome)
 
+    def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
+        batch = arguments if index is None else take_rows(arguments, index)
+        entry, outcome = self._outcome(batch, gradient=True)
+        traced, outputs = entry.traced, list(outcome.outputs)
+        num_dense = len(outputs) - len(traced.trace.state)
+        grads = self._gradients(traced, outputs[:num_dense], outcome)
+        dense = [None if g is None else tf.convert_to_tensor(g).numpy() for g in grads]
+        names = [f"{k}: {v.name}" for k, v in enumerate(traced.differentiated)]
+        return Trial(float(outcome.loss), dict(zip(names, dense, strict=True)))
+
     def _outcome(
         self, arguments: tuple[Any, ...], *, gradient: bool
     ) -> tuple[Entry, Outcome]:
@@ -135,10 +147,10 @@ class GradientPool(Pool):
 
     def _outputs_for(self, entry: Entry) -> list[Output]:
         """The same list at every call, which spares the pool a comparison."""
-        if entry.number not in self._outputs_of:
-            outputs = _outputs(entry.traced, self._options.reduction)
-            self._outputs_of[entry.number] = outputs
-        return self._outputs_of[entry.number]
+        key = entry.number, self._options.reduction
+        if key not in self._outputs_of:
+            self._outputs_of[key] = _outputs(entry.traced, self._options.reduction)
+        return self._outputs_of[key]
 
     def _ship_new_traces(self) -> None:
         traces = self._traces.shipped()

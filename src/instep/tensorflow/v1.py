@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from instep._check import Report, Trial
 from instep._errors import (
     ArgumentError,
     BatchError,
@@ -21,10 +22,13 @@ from instep._errors import (
 )
 from instep._options import Options
 from instep._pool import Pool
+from instep._program import Array
+from instep._sharding import take_rows
 from instep._values import Weighted
 from instep.tensorflow._call import GraphCall, Inputs, compute
 from instep.tensorflow._graph import (
     GraphLoss,
+    GraphTrace,
     read_all,
     trace_graph,
     variables_below,
@@ -97,6 +101,7 @@ class GradientPool(Pool):
         self._reads = read_all(self._given.graph, self._evaluation)
         self._traces: dict[TraceKey, Trace] = {(0, None): self._evaluation.trace}
         self._pooled_loss: tf.Tensor | None = None
+        self._call: GraphCall | None = None
         super().__init__(TensorFlowProgram(self._traces), options)
         answer_in_session_run(self._given.graph)
 
@@ -133,8 +138,8 @@ class GradientPool(Pool):
         number = len(self._traces)
         self._traces = {**self._traces, (number, None): traced.trace}
         self._ship(TensorFlowProgram(self._traces))
-        call = GraphCall(self, self._given, number, traced)
-        self._pooled_loss, gradients = call.insert(pairs)
+        self._call = GraphCall(self, self._given, number, traced, pairs)
+        self._pooled_loss, gradients = self._call.insert()
         return [(g, v) for g, (_, v) in zip(gradients, pairs, strict=True)]
 
     def evaluate(
@@ -153,22 +158,57 @@ class GradientPool(Pool):
         Returns:
             The loss, a NumPy scalar.
         """
+        inputs = self._inputs(self._evaluation, self._reads, values, session, feed_dict)
+        return compute(self, 0, self._evaluation, inputs, []).loss
+
+    def check(
+        self,
+        *values: Any,
+        session: Any = None,
+        feed_dict: Mapping[Any, Any] | None = None,
+    ) -> Report:
+        """Whether shards give the loss and gradients of the whole batch.
+
+        Takes what `evaluate` takes, after `compute_gradients`; see `Pool.check`.
+        """
+        if self._call is None:
+            raise LossError("check compares gradients; call compute_gradients first")
+        traced, reads = self._call.traced, self._call.params
+        self._probe = self._inputs(traced, reads, values, session, feed_dict)
+        return super().check(*self._probe.batch)
+
+    def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
+        assert self._call is not None
+        batch = arguments if index is None else take_rows(arguments, index)
+        inputs = Inputs(batch, self._probe.others, self._probe.params)
+        loss, gradients = self._call.gradients(inputs)
+        return Trial(float(loss), gradients)
+
+    def _inputs(
+        self,
+        traced: GraphTrace,
+        reads: Sequence[tf.Tensor],
+        values: Sequence[Any],
+        session: Any,
+        feed_dict: Mapping[Any, Any] | None,
+    ) -> Inputs:
+        """The arrays of one call, variables and placeholders from the session."""
         session = session or tf.compat.v1.get_default_session()
         if session is None:
             raise ArgumentError(
-                "pool.evaluate needs the session that holds the variables; pass "
-                "session=sess, or call it inside `with sess.as_default():`"
+                "this needs the session that holds the variables; pass session=sess, "
+                "or call it inside `with sess.as_default():`"
             )
-        traced, batch = self._evaluation, self._given.batch
+        batch = self._given.batch
         if len(values) != len(batch):
             raise BatchError(
-                f"evaluate got {len(values)} arrays; expected one for each of the "
+                f"got {len(values)} arrays; expected one for each of the "
                 f"{len(batch)} batch tensors: {[t.name for t in batch]}"
             )
         pairs = zip(values, batch, strict=True)
         arrays = [np.asarray(v, t.dtype.as_numpy_dtype) for v, t in pairs]
-        others, params = session.run([list(traced.others), self._reads], feed_dict)
-        return compute(self, 0, traced, Inputs(arrays, others, params), []).loss
+        others, params = session.run([list(traced.others), list(reads)], feed_dict)
+        return Inputs(arrays, others, params)
 
     def _symbolic(
         self, optimizer: Any, var_list: Any, keywords: dict[str, Any]
