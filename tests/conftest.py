@@ -38,7 +38,11 @@ def _guard_against_hangs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leaves_no_trace(_guard_against_hangs: None) -> Iterator[None]:
-    """No child process, shared memory or descriptor more than before the test."""
+    yield from no_trace()
+
+
+def no_trace() -> Iterator[None]:
+    """No child process, shared memory or descriptor more than before the yield."""
     before = _instep_descriptors()
     children = _children()
     yield

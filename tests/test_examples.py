@@ -51,9 +51,21 @@ def test_the_parallel_script_follows_the_plain_one():
 
 
 @pytest.mark.guard(120)
-def test_digits_are_read_from_scans_never_seen():
-    output = run_example("digits_tensorflow.py")
-    assert float(re.search(r"held-out accuracy (\S+)%", output)[1]) >= 97
+@pytest.mark.parametrize(
+    ("name", "percent"),
+    [("digits_tensorflow.py", 97), ("digits_torch.py", 98), ("digits_jax.py", 97)],
+)
+def test_digits_are_read_from_scans_never_seen(name, percent):
+    output = run_example(name)
+    assert float(re.search(r"held-out accuracy (\S+)%", output)[1]) >= percent
+
+
+@pytest.mark.guard(120)
+def test_characters_are_learned():
+    output = run_example("characters_torch.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert losses[0] < 2.5  # 4.6 is what knowing nothing of 104 characters costs
+    assert losses[-1] < 1.6
 
 
 def test_scipy_finds_the_curve():

@@ -39,6 +39,7 @@ from instep._values import Weighted as Weighted
 
 if TYPE_CHECKING:
     from instep import engines as engines
+    from instep import jax as jax
     from instep import numpy as numpy
     from instep import tensorflow as tensorflow
     from instep import testing as testing
@@ -53,7 +54,7 @@ for _public in list(globals().values()):
 del _public
 
 # Imported when first used: `import instep` loads no framework.
-_MODULES = ("engines", "numpy", "tensorflow", "testing", "torch")
+_MODULES = ("engines", "jax", "numpy", "tensorflow", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:

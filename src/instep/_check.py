@@ -208,11 +208,15 @@ def _agree(one: Trial, other: Trial) -> bool:
 def _differences(one: Trial, other: Trial) -> dict[str, float]:
     """Relative differences of the loss and of every gradient."""
     pairs = {
-        name: (one.gradients[name], other.gradients[name]) for name in one.gradients
+        name: _arrays(one.gradients[name], other.gradients[name])
+        for name in one.gradients
     }
+    # Some gradients are zero but for rounding: that of a bias before BatchNorm, or of
+    # the keys' bias in attention. So each is measured against the others, too.
+    least = 0.01 * max((_scale(*pair) for pair in pairs.values()), default=0.0)
     return {
         "loss": _distance(np.float64(one.loss), np.float64(other.loss)),
-        **{name: _distance(*_arrays(*pair)) for name, pair in pairs.items()},
+        **{name: _distance(*pair, least) for name, pair in pairs.items()},
     }
 
 
@@ -221,15 +225,26 @@ def _arrays(a: Array | None, b: Array | None) -> tuple[Any, Any]:
     return (0.0 if a is None else a), (0.0 if b is None else b)
 
 
-def _distance(a: Any, b: Any) -> float:
-    """Largest difference relative to the largest value; NaNs at the same place fit."""
+def _distance(a: Any, b: Any, least: float = 0.0) -> float:
+    """Largest difference relative to the largest value; NaNs at the same place fit.
+
+    Args:
+        a: one array.
+        b: the other.
+        least: values below this are small.
+    """
     a, b = (np.asarray(x).astype(np.result_type(x, np.float64)) for x in (a, b))
     if not a.size and not b.size:
         return 0.0
-    scale = max(np.max(np.abs(a)), np.max(np.abs(b)))
+    scale = max(_scale(a, b), least)
     if scale == 0 or np.array_equal(a, b, equal_nan=True):
         return 0.0
     return float(np.max(np.abs(a - b)) / scale)
+
+
+def _scale(a: Any, b: Any) -> float:
+    """The largest value in either."""
+    return max(float(np.max(np.abs(x), initial=0.0)) for x in (a, b))
 
 
 def _precision(trial: Trial) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import itertools
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -26,8 +27,8 @@ def ship(program: Any) -> bytes:
         _Pickler(file).dump(program)
         return file.getvalue()
     except Exception as error:
-        culprits = list(_unshippable(getattr(program, "fun", program)))
-        what = ", ".join(culprits) or "something the loss refers to"
+        culprits = _unshippable("", getattr(program, "fun", program), set())
+        what = ", ".join(itertools.islice(culprits, 3)) or "something it refers to"
         raise ShipError(
             f"the loss cannot be sent to the workers, because of {what} ({error}). "
             "Create it inside the loss, or pass its arrays as part of the batch."
@@ -68,19 +69,40 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     )
 
 
-def _unshippable(fun: Any) -> Iterator[str]:
-    """What the function uses that does not pickle: 'the variable `lock`, a _thread…'"""
-    if isinstance(fun, functools.partial):
-        yield from _unshippable(fun.func)
-        named = {**{f"argument {k}": v for k, v in enumerate(fun.args)}, **fun.keywords}
-    elif inspect.isfunction(fun):
-        variables = inspect.getclosurevars(fun)
-        named = {**variables.globals, **variables.nonlocals}
-    else:
-        named = getattr(fun, "__dict__", {})
-    for name, value in named.items():
-        if not _ships(value):
-            yield f"`{name}`, a {type(value).__module__}.{type(value).__name__}"
+def _unshippable(name: str, value: Any, seen: set[int]) -> Iterator[str]:
+    """What in the value does not pickle: 'the variable `lock`, a _thread.lock'.
+
+    Followed as deep as names lead: `model.encoder.lock`.
+    """
+    seen.add(id(value))
+    found = False
+    for key, part in _named_parts(value).items():
+        if id(part) not in seen and not _ships(part):
+            found = True
+            yield from _unshippable(_joined(name, key, part), part, seen)
+    if name and not found:
+        yield f"`{name}`, a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _named_parts(value: Any) -> dict[str, Any]:
+    """What a function, a partial or another object refers to."""
+    if isinstance(value, functools.partial):
+        named = {f"argument {k}": part for k, part in enumerate(value.args)}
+        return {**_named_parts(value.func), **named, **value.keywords}
+    if inspect.isfunction(value):
+        variables = inspect.getclosurevars(value)
+        return {**variables.globals, **variables.nonlocals}
+    if isinstance(value, dict):
+        return {str(key): part for key, part in value.items()}
+    if isinstance(value, type | ModuleType):
+        return {}
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _joined(name: str, key: str, part: Any) -> str:
+    """`model.layer`: the dict `model._modules` in between says nothing."""
+    is_hidden = isinstance(part, dict) and key.startswith("_")
+    return ".".join(filter(None, [name, "" if is_hidden else key]))
 
 
 def _ships(value: Any) -> bool:

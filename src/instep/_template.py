@@ -59,7 +59,8 @@ def serve(setup: Setup, orders: socket.socket, run_worker: RunWorker) -> None:
     """Forks and reaps workers until the master closes `orders` or ends."""
     template = _Template(setup, orders, run_worker)
     try:
-        template.serve()
+        with contextlib.suppress(BrokenPipeError):  # the master ended before a worker
+            template.serve()
     finally:
         template.kill_all()
 

@@ -16,7 +16,7 @@ from instep._slices import merge_slices
 from instep._tree import unflatten
 from instep.torch._anatomy import Place
 from instep.torch._arrays import to_array, to_tensor
-from instep.torch._program import NO_EXTRAS, Extras, Slices
+from instep.torch._extras import NO_EXTRAS, Extras, Slices
 
 
 def extras_of(shards: Sequence[ShardAnswer]) -> list[Extras]:
@@ -70,7 +70,7 @@ def merged_buffers(
 ) -> dict[int, Array]:
     """New values of the buffers that a shard has changed, by index.
 
-    A shard that left one alone counts with the old value.
+    A shard that left one alone counts with the old value, if there was one.
     """
     changed = [extras.buffers for extras in extras_of(shards)]
     weights = [shard.weight for shard in shards]
@@ -102,27 +102,29 @@ def _dense(part: Slices | Array | None, parameter: torch.Tensor) -> Array:
 def _buffer(
     values: Sequence[Array | None], weights: Sequence[float], place: Place
 ) -> Array:
-    """One value where all shards agree (or count), else the mean by weight."""
-    given = [value for value in values if value is not None]
-    first = given[0]
-    is_float = first.dtype.kind in "fcV"
-    agree = len(given) == len(values) and all(_has_bits_of(first, v) for v in given)
-    if agree or not is_float:
-        return first
-    old = None if place.tensor is None else to_array(place.tensor)
-    full = [old if value is None else value for value in values]
-    if any(v is None or _form(v) != _form(first) for v in full):
-        shapes = [None if v is None else v.shape for v in full]
-        raise LossError(
-            f"the buffer {place.name!r} of a {type(place.module).__name__} has the "
-            f"shapes {shapes} after the shards; expected the same in each, to be "
-            "averaged"
-        )
-    return reduce_arrays([v for v in full if v is not None], weights, "mean")
+    """The mean by weight; of a counter the first value that is not the old one."""
+    pairs = list(zip(values, weights, strict=True))
+    changed = next(value for value in values if value is not None)
+    if changed.dtype.kind not in "fcV":  # V: bfloat16
+        return changed
+    if place.tensor is not None:
+        old = to_array(place.tensor)
+        pairs = [(old if value is None else value, w) for value, w in pairs]
+    arrays, weights = zip(*((v, w) for v, w in pairs if v is not None), strict=True)
+    if all(_form(array) == _form(changed) for array in arrays):
+        return _mean(arrays, weights)
+    raise LossError(
+        f"the buffer {place.name!r} of a {type(place.module).__name__} has the shapes "
+        f"{[array.shape for array in arrays]} in the shards; expected the same in "
+        "each, to be averaged"
+    )
 
 
-def _has_bits_of(first: Array, other: Array) -> bool:
-    return _form(first) == _form(other) and first.tobytes() == other.tobytes()
+def _mean(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
+    """Exactly the value itself where all have the same."""
+    if all(array.tobytes() == arrays[0].tobytes() for array in arrays):
+        return arrays[0]
+    return reduce_arrays(arrays, weights, "mean")
 
 
 def _form(array: Array) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ class _Flag(NamedTuple):
     """A flag of the library as a small number: how to read and how to set it."""
 
     read: Callable[[], int]
-    write: Callable[[int], None]
+    write: Callable[[int], object]
 
 
 _FLAGS = (

@@ -13,12 +13,13 @@ from instep._check import Trial
 from instep._errors import ArgumentError
 from instep._options import Options
 from instep._pool import Outcome, Pool
-from instep._program import Array, Output
+from instep._program import Array, Output, Program
 from instep._sharding import take_rows
 from instep.torch._anatomy import Anatomy, Place, anatomy, wiring
 from instep.torch._arrays import numpy_dtype, to_array, to_tensor
 from instep.torch._batch import to_arrays
 from instep.torch._merge import extras_of, merged_aux, merged_buffers, merged_gradient
+from instep.torch._model import check_model
 from instep.torch._modes import DENSE, gradient_kinds, modes_of
 from instep.torch._packing import Packing
 from instep.torch._program import TorchProgram
@@ -40,6 +41,10 @@ class GradientPool(Pool):
     Buffers: after a step, a floating-point buffer that the loss has changed (running
     statistics of BatchNorm) is the shards' mean by weight; a counter is counted once.
     BatchNorm normalises each shard by itself.
+
+    PyTorch's own threads spin for a while after an operation, on cores that the
+    workers need. Call `torch.set_num_threads(1)` in the script, or start it with
+    `OMP_WAIT_POLICY=PASSIVE`.
 
     Args:
         model: a `torch.nn.Module` on the CPU.
@@ -69,7 +74,7 @@ class GradientPool(Pool):
     def __init__(
         self, model: torch.nn.Module, loss: Callable[..., Any], **keywords: Any
     ) -> None:
-        _check_model(model)
+        check_model(model)
         options = Options.of(**keywords)
         self._model, self._loss, self._has_aux = model, loss, options.has_aux
         self._seats = Seats()
@@ -97,15 +102,15 @@ class GradientPool(Pool):
             RuntimeError: nothing in the loss requires a gradient, or gradients are
                 disabled; PyTorch's own.
         """
-        outcome = self._outcome(*to_arrays(batch, detach=False))
-        value = self._value(outcome)
-        if all(extras.is_constant for extras in extras_of(outcome.shards)):
-            torch.zeros(()).backward()  # type: ignore[no-untyped-call]  # raises
-        gradients = self._gradients(outcome)
-        self._write_buffers(outcome)
-        with torch.no_grad():
-            for index, gradient in gradients.items():
-                _accumulate(self._parts.parameters[index], gradient)
+        with self._lock:
+            outcome = self._outcome(*to_arrays(batch, detach=False))
+            if all(extras.is_constant for extras in extras_of(outcome.shards)):
+                torch.zeros(()).backward()  # type: ignore[no-untyped-call]  # raises
+            value, gradients = self._value(outcome), self._gradients(outcome)
+            with torch.no_grad():
+                self._write_buffers(outcome)
+                for index, gradient in gradients.items():
+                    _accumulate(self._parts.parameters[index], gradient)
         return value
 
     def evaluate(self, *batch: Any) -> Any:
@@ -163,7 +168,7 @@ class GradientPool(Pool):
         ):
             self._parts = parts
             return
-        _check_model(self._model)
+        check_model(self._model)
         shipped, self._shipped = self._shipped, None  # until it is certain
         self._seats.leave()
         self._take_in(parts)
@@ -188,6 +193,10 @@ class GradientPool(Pool):
     def _program(self) -> TorchProgram:
         packings = self._seats.packing, self._shelf
         return TorchProgram(self._model, self._loss, self._has_aux, *packings)
+
+    def _ship(self, program: Program) -> None:
+        with torch.inference_mode(False):  # for the serial engine's copy of the model
+            super()._ship(program)
 
     def _buffers(self) -> list[torch.Tensor]:
         tensors = (place.tensor for place in self._parts.buffers)
@@ -259,22 +268,6 @@ class _Expected(NamedTuple):
     key: Any
     indices: list[int]
     outputs: list[Output]
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(
-            f"the model is a {type(model).__name__}; expected a torch.nn.Module"
-        )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if torch.nn.parameter.is_lazy(tensor):
-            raise ArgumentError(
-                f"{name} is lazy and has no shape yet; call the model once on a batch"
-            )
-        if not tensor.is_cpu:
-            raise ArgumentError(
-                f"{name} is on {tensor.device}; instep computes on the CPU: model.cpu()"
-            )
 
 
 def _forms(buffers: list[Place]) -> list[Any]:

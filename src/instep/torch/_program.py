@@ -10,51 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from instep._aux import is_aux_leaf
 from instep._errors import LossError
 from instep._program import Array, ShardResult, Task
-from instep._tree import flatten, unflatten
-from instep._values import Sum, Weighted
+from instep._values import Weighted
 from instep.torch._anatomy import anatomy
 from instep.torch._arrays import in_memory_order, to_array
 from instep.torch._batch import to_tensors
 from instep.torch._buffers import Buffers
+from instep.torch._extras import Slices, extras, outside_slot
 from instep.torch._modes import DENSE, SPARSE, Modes, library_flags, set_library_flags
 from instep.torch._packing import Packing
 from instep.torch._strangers import strangers
-
-
-class Slices(NamedTuple):
-    """A sparse gradient: one row of `values` per column of `indices`."""
-
-    values: Array
-    indices: Array
-
-
-class Extras(NamedTuple):
-    """What a shard sends beside its loss and dense gradients.
-
-    Attributes:
-        aux: the user's, its tensors as arrays.
-        tensors: which leaves of aux are tensors.
-        buffers: new values of those that the loss has changed, by index.
-        gradients: those that do not fit the slot, by index: sparse ones, and dense
-            ones of parameters that used to have sparse ones.
-        is_constant: nothing that requires a gradient took part in the loss.
-    """
-
-    aux: Any = None
-    tensors: tuple[bool, ...] = ()
-    buffers: dict[int, Array] = {}  # noqa: RUF012
-    gradients: dict[int, Slices | Array] = {}  # noqa: RUF012
-    is_constant: bool = False
-
-
-NO_EXTRAS = Extras()
 
 
 @dataclass
@@ -91,7 +61,7 @@ class TorchProgram:
     def preserved(self) -> Iterator[None]:
         """Puts the library's global state back: for the serial engine."""
         threads, flags = torch.get_num_threads(), library_flags()
-        with torch.random.fork_rng(devices=[]):
+        with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
             try:
                 yield
             finally:
@@ -105,14 +75,14 @@ class TorchProgram:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         torch.default_generator.manual_seed(task.seed >> 1)
-        with self._modes.applied(modes):
+        with self._modes.applied(modes), self._write_protected():
             *arrays, formats = batch
             arguments = to_tensors(tuple(arrays), formats)
             if task.gradient:
                 return self._gradient(arguments)
             with torch.no_grad():
                 loss, weight, aux = self._call(arguments)
-        return ShardResult(to_array(loss), weight, [], _extras(aux))
+        return ShardResult(to_array(loss), weight, [], extras(aux))
 
     def _take_seats(self, values: Array) -> None:
         """Points the parameters at their values, which stay where they are for long."""
@@ -122,6 +92,25 @@ class TorchProgram:
             for parameter, view in zip(self._parameters, views, strict=True):
                 parameter.data = view
             self._address = address
+            self._versions = self._written()
+
+    def _written(self) -> list[int]:
+        """How often each parameter has been written to."""
+        return [parameter._version for parameter in self._parameters]
+
+    @contextmanager
+    def _write_protected(self) -> Iterator[None]:
+        """An error where the loss writes to a parameter, which all workers read."""
+        yield
+        if (now := self._written()) != self._versions:
+            changed = [a != b for a, b in zip(now, self._versions, strict=True)]
+            name, _ = list(self.model.named_parameters())[changed.index(True)]
+            self._versions = now
+            raise LossError(
+                f"the loss has changed the parameter {name} in place, while other "
+                "workers read it; change it after the step, in the script (an "
+                "Embedding with max_norm does so, too)"
+            )
 
     def _call(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, Any, Any]:
         value, aux, weight = self.loss(self.model, *arguments), None, None
@@ -142,8 +131,8 @@ class TorchProgram:
         self._check_strangers()
         dense, outside = self._sorted_gradients()
         changed, is_constant = self._buffers.changed(), not loss.requires_grad
-        extras = _extras(aux, changed, outside, is_constant)
-        return ShardResult(to_array(loss), weight, dense, extras)
+        beside = extras(aux, changed, outside, is_constant)
+        return ShardResult(to_array(loss), weight, dense, beside)
 
     def _sorted_gradients(
         self,
@@ -155,7 +144,7 @@ class TorchProgram:
         for index, (parameter, kind) in enumerate(pairs):
             gradient = parameter.grad
             if gradient is not None and (kind == SPARSE or gradient.is_sparse):
-                outside[index], gradient = _outside(gradient), None
+                outside[index], gradient = outside_slot(gradient), None
             if kind == DENSE:
                 dense.append(self._laid_out(index, gradient))
         return dense, outside
@@ -176,44 +165,6 @@ class TorchProgram:
                 "of the model and would stay as it is; make it one, for example by a "
                 "torch.nn.ModuleList that holds it beside the model"
             )
-
-
-def _outside(gradient: torch.Tensor) -> Slices | Array:
-    if not gradient.is_sparse:
-        return to_array(gradient.clone())
-    # Not coalesced: one shard's gradient comes back as it is.
-    return Slices(to_array(gradient._values()), to_array(gradient._indices()))
-
-
-def _extras(
-    aux: Any,
-    buffers: dict[int, Array] | None = None,
-    gradients: dict[int, Slices | Array] | None = None,
-    is_constant: bool = False,
-) -> Extras | None:
-    """What has to be sent besides loss and dense gradients; mostly nothing."""
-    if aux is None and not (buffers or gradients or is_constant):
-        return None
-    leaves, structure = flatten(aux, is_aux_leaf)
-    tensors = tuple(_holds_tensors(leaf) for leaf in leaves)
-    arrays = unflatten(structure, [_plain(leaf) for leaf in leaves])
-    return Extras(arrays, tensors, buffers or {}, gradients or {}, is_constant)
-
-
-def _holds_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, Sum):
-        return _holds_tensors(leaf.value)
-    if isinstance(leaf, list):  # a row list: 0-d tensors, if any
-        return any(isinstance(item, torch.Tensor) for item in leaf)
-    return isinstance(leaf, torch.Tensor)
-
-
-def _plain(leaf: Any) -> Any:
-    if isinstance(leaf, Sum):
-        return Sum(_plain(leaf.value))
-    if isinstance(leaf, list):
-        return [_plain(item) for item in leaf]
-    return to_array(leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _detached(weight: Any) -> Any:
