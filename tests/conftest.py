@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,14 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 GUARD_S = 60.0
+FRAMEWORKS = ("tensorflow", "keras", "torch", "jax", "optax")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In CI, a framework that is missing is a failure and not a skip."""
+    missing = [name for name in FRAMEWORKS if not find_spec(name)]
+    if missing and os.environ.get("CI"):
+        raise pytest.UsageError(f"not installed: {', '.join(missing)}")
 
 
 def pytest_collection_finish() -> None:

@@ -79,7 +79,9 @@ def test_cells_may_be_changed_interrupted_and_run_again():
         assert all(output.startswith("True") for output in seen), seen
         assert not pools[0] & pools[1]  # a new pool, and the old one is gone
         run(client, "import gc; gc.collect()")  # the kernel keeps the last traceback
-        assert len(kernel.children(recursive=True)) == 2 + 1  # the template is the one
+        wait_until(  # the template is the one; who was killed may not be reaped yet
+            lambda: len(kernel.children(recursive=True)) == 2 + 1, "an old worker lives"
+        )
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     from instep._demo import picture, report
     from instep._demo.display import make_display
     from instep._demo.measure import measure
-    from instep._quiet import held_back_stderr
     from instep._demo.trainer import PoolSize, load_maker
+    from instep._quiet import held_back_stderr
 
     picture.check_format(options.output)
     console = Console()
