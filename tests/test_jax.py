@@ -77,7 +77,6 @@ def test_uneven_shards_give_the_whole_batch_gradient(pool):
 
 
 @pytest.mark.guard(120)
-@pytest.mark.guard(120)
 @pytest.mark.parametrize(("shards", "numbers"), [(3, (1, 2, 7)), (4, (1, 2, 3, 4, 7))])
 def test_bits_do_not_depend_on_the_number_of_workers_or_the_engine(shards, numbers):
     arguments = network_arguments()

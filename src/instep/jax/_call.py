@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,30 +10,17 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef, keystr, tree_flatten, tree_flatten_with_path
 
-from instep._errors import BatchError, GradientError
+from instep._errors import BatchError
 from instep._program import Array, Output, Rule
 from instep._ship import ship_values
-from instep.jax._axes import DEFAULT, Axis, axes_of_leaves
+from instep.jax._axes import axes_of_leaves
 from instep.jax._flags import Flags, current_flags
 from instep.jax._form import Form, Leaf, Role
-from instep.jax._leaves import (
-    NUMBERS,
-    canonical,
-    dtype_of,
-    is_array,
-    is_key,
-    is_text,
-    key_kind,
-    weak_kind,
-)
+from instep.jax._leaves import NUMBERS, is_text
 from instep.jax._nodes import registrations_of
+from instep.jax._roles import dtype_in_transit, in_transit, leaf_form
 
-_STATIC = (bool, str, bytes, enum.Enum)
 _MAX_PLANS = 64  # forms of calls that a pool remembers
-
-
-class GradientTypeError(GradientError, TypeError):
-    """A leaf of a kind that has no gradient; a TypeError, as JAX's own."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,7 +49,7 @@ class Plan:
     def transit(self, leaves: Sequence[Any]) -> list[Any]:
         """What travels of each leaf: arrays, rows first, or a number or text."""
         triples = zip(leaves, self.form.leaves, self.dtypes, strict=True)
-        return [_in_transit(*triple) for triple in triples]
+        return [in_transit(*triple) for triple in triples]
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
         """What travels, parted: (for every shard, by rows)."""
@@ -130,15 +116,15 @@ class Caller:
         argnums = self._positions(len(args))
         is_param = [path[0].idx == 0 and path[1].idx in argnums for path, _ in pairs]
         axes = axes_of_leaves(self._in_axes, args, kwargs, is_text)
-        forms = tuple(map(_leaf_form, names, leaves, axes, is_param))
+        forms = tuple(map(leaf_form, names, leaves, axes, is_param))
         rows = _common_rows(names, leaves, forms)
         form = Form(registrations_of(treedef), treedef, forms)
-        dtypes = tuple(map(_dtype_in_transit, leaves, forms))
+        dtypes = tuple(map(dtype_in_transit, leaves, forms))
         quadruples = zip(names, leaves, dtypes, forms, strict=True)
         means = [
             Output(np.shape(leaf), dtype, name=name)
-            for name, leaf, dtype, leaf_form in quadruples
-            if leaf_form.role is Role.PARAM and dtype is not None
+            for name, leaf, dtype, its in quadruples
+            if its.role is Role.PARAM and dtype is not None
         ]
         weak = tuple(form.weak for form in forms if form.role is Role.PARAM)
         sums = [replace(output, rule="sum") for output in means]
@@ -165,78 +151,6 @@ def _signature(leaf: Any) -> Any:
     if kind in NUMBERS:
         return kind
     return (list, len(leaf)) if kind is list else (kind, leaf)
-
-
-def _leaf_form(name: str, leaf: Any, axis: Axis, is_param: bool) -> Leaf:
-    if is_param:
-        return _param_form(name, leaf, axis)
-    if isinstance(leaf, list):
-        is_whole = axis is None
-        return Leaf(Role.WHOLE if is_whole else Role.ROWS, is_text=True)
-    if type(leaf) in NUMBERS:
-        return Leaf(Role.WHOLE)
-    if is_array(leaf):
-        return _array_form(name, leaf, axis)
-    if isinstance(leaf, _STATIC) or callable(leaf):
-        return Leaf(Role.STATIC, static=leaf)
-    raise BatchError(
-        f"{name} is a {type(leaf).__name__}; expected arrays, numbers or strings, in "
-        "any pytree. Convert it to an array, or let the loss close over it."
-    )
-
-
-def _param_form(name: str, leaf: Any, axis: Axis) -> Leaf:
-    if axis is not None and axis is not DEFAULT:
-        raise BatchError(
-            f"{name} is differentiated and cannot be split along axis {axis}; give "
-            "its argument None in in_axes"
-        )
-    if type(leaf) not in NUMBERS and not is_array(leaf):
-        raise GradientTypeError(
-            f"{name} is a {type(leaf).__name__}, for which there is no gradient; pass "
-            "what is not to be fitted as another argument"
-        )
-    if is_key(leaf) or dtype_of(leaf).kind in "biu":
-        raise GradientTypeError(
-            f"{name} has dtype {jax.dtypes.result_type(leaf)}, for which there is no "
-            "gradient; expected floating-point or complex leaves. Pass what is not to "
-            "be fitted as another argument, or convert it: float(...), "
-            "jnp.asarray(..., float)"
-        )
-    return Leaf(Role.PARAM, weak=weak_kind(leaf))
-
-
-def _array_form(name: str, leaf: Any, axis: Axis) -> Leaf:
-    shape, key = np.shape(leaf), key_kind(leaf)
-    if axis is DEFAULT:
-        axis = 0 if shape else None
-    if axis is None:
-        return Leaf(Role.WHOLE, key=key, weak=weak_kind(leaf))
-    assert isinstance(axis, int)
-    if not -len(shape) <= axis < len(shape):
-        raise BatchError(
-            f"{name} has shape {shape} and no axis {axis} to split; give it None in "
-            "in_axes to hand it whole to every shard"
-        )
-    return Leaf(Role.ROWS, axis % len(shape), key, weak_kind(leaf))
-
-
-def _dtype_in_transit(leaf: Any, form: Leaf) -> np.dtype[Any] | None:
-    """None for what does not travel as an array."""
-    if form.role is Role.STATIC or form.is_text:
-        return None
-    if type(leaf) in NUMBERS:
-        return dtype_of(leaf) if form.role is Role.PARAM else None
-    return np.dtype(np.uint32) if form.key else canonical(leaf.dtype)
-
-
-def _in_transit(leaf: Any, form: Leaf, dtype: np.dtype[Any] | None) -> Any:
-    if dtype is None:
-        return leaf
-    if form.key and is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    array = np.asarray(leaf, dtype)
-    return np.moveaxis(array, form.axis, 0) if form.axis else array
 
 
 def _common_rows(names: list[str], leaves: list[Any], forms: tuple[Leaf, ...]) -> int:
