@@ -108,16 +108,26 @@ class Dispatcher:
         return with_origin(event.error, event.text, where)
 
     def _lose(self, worker: int, call: _Call, reason: str) -> None:
-        self.counters.workers_lost += 1
-        shard = call.schedule.lose(worker)
-        self._engine.replace(worker)
-        if shard is not None and call.schedule.is_exhausted(shard):
+        shard = self._replace(worker, call)
+        if shard is not None:
             raise WorkerLostError(
                 f"Worker {worker} stopped while computing shard {shard} of "
                 f"{len(call.tasks)} ({reason}), as did {self._retries} before it. The "
                 "loss may end the process, or the system have run out of memory; try "
                 f"more, smaller shards: shards={2 * len(call.tasks)}."
             )
+
+    def _replace(self, worker: int, call: _Call) -> int | None:
+        """Starts another process in a worker's place.
+
+        Returns the shard it leaves if that has no more tries, else None.
+        """
+        self.counters.workers_lost += 1
+        shard = call.schedule.lose(worker)
+        self._engine.replace(worker)
+        return (
+            shard if shard is not None and call.schedule.is_exhausted(shard) else None
+        )
 
     def _time_left(self) -> float | None:
         if not self._due:
@@ -130,10 +140,8 @@ class Dispatcher:
         now = time.monotonic()
         for worker in [w for w, due in self._due.items() if due <= now]:
             del self._due[worker]
-            self.counters.workers_lost += 1
-            shard = call.schedule.lose(worker)
-            self._engine.replace(worker)
-            if shard is not None and call.schedule.is_exhausted(shard):
+            shard = self._replace(worker, call)
+            if shard is not None:
                 raise ShardTimeoutError(
                     f"Worker {worker} took longer than timeout={self._timeout} s for "
                     f"shard {shard} of {len(call.tasks)}, as did {self._retries} "
