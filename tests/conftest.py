@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -19,7 +20,10 @@ FRAMEWORKS = ("tensorflow", "keras", "torch", "jax", "optax")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In CI, a framework that is missing is a failure and not a skip."""
+    """Lets tests interrupt; in CI, a missing framework is a failure, not a skip."""
+    # A shell's `&` starts programs that ignore Ctrl-C, and so would all children.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = [name for name in FRAMEWORKS if not find_spec(name)]
     if missing and os.environ.get("CI"):
         raise pytest.UsageError(f"not installed: {', '.join(missing)}")
