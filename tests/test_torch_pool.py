@@ -622,11 +622,11 @@ def test_buffers_are_averaged_and_counters_counted_once(options):
         model.count += 10  # a change of the script's own holds
         pool.backward(torch.ones(4))
         assert model.count.item() == 13
-        pids = pool.statistics().pids
+        pids = set(pool.statistics().pids)
         model.replaced = torch.full((), 100.0)
         pool.backward(torch.ones(4))
         assert model.replaced.item() == 101.0
-        assert pool.statistics().pids == pids
+        assert pids <= set(pool.statistics().pids)  # the other may just have started
 
 
 def test_a_buffer_of_different_shapes_is_an_error():
