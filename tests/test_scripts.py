@@ -339,3 +339,29 @@ def test_a_module_imports_only_from_those_below_it():
             assert may_import(module, imported), (
                 f"instep.{module} imports instep.{imported}, which is not below it"
             )
+
+
+def test_frameworks_that_were_used_before_do_not_block_the_start():
+    code = """
+import os
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import jax, numpy as np, tensorflow as tf, torch
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    session.run(tf.random.normal([50, 50]) @ tf.ones([50, 50]))
+jax.numpy.ones(50).sum().block_until_ready()
+(torch.ones(500, 500) @ torch.ones(500, 500)).sum()
+import instep
+
+def loss(model, x):
+    return model(x).mean()
+
+def toy(w, x):
+    return w * x.mean(), x.mean()
+
+with instep.numpy.value_and_grad(toy, workers=2) as pool:
+    print(pool(1.0, np.arange(4.0))[1])
+with instep.torch.GradientPool(torch.nn.Linear(1, 1), loss, workers=2) as pool:
+    pool.backward(torch.ones(4, 1))
+    print("done")
+"""
+    assert run_python("-c", code).stdout.split() == ["1.5", "done"]

@@ -232,3 +232,22 @@ def test_an_error_in_the_loss_leaves_everything_as_it_was(options):
         assert model.num_batches_tracked.item() == 1
     with pytest.raises(instep.PoolClosedError):
         pool.backward(X)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_before_its_step():
+    model, other = Values(w=2.0), Values(w=2.0)
+    wrong = torch.optim.SGD(other.parameters(), 0.1)
+    right = torch.optim.SGD(model.parameters(), 0.1)
+    wrong.step()  # no pool has given a gradient: PyTorch's own affair
+    with serial(product_mean, model) as pool:
+        pool.backward(X)
+        with pytest.raises(instep.ArgumentError, match="SGD has 1 parameters, none"):
+            wrong.step()
+        right.step()
+        wrong.step()
+        pool.backward(X)
+        product_mean(other, X).backward()
+        wrong.step()  # another network, trained beside
+        other.zero_grad()
+        wrong.step(lambda: product_mean(other, X).backward())  # its gradient is to come
+    wrong.step()  # the pool is closed

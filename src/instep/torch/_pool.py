@@ -21,6 +21,7 @@ from instep.torch._batch import to_arrays
 from instep.torch._merge import extras_of, merged_aux, merged_buffers, merged_gradient
 from instep.torch._model import check_model
 from instep.torch._modes import DENSE, gradient_kinds, modes_of
+from instep.torch._optimizers import expect_no_step, expect_step
 from instep.torch._packing import Packing
 from instep.torch._program import TorchProgram
 from instep.torch._seats import Seats
@@ -111,6 +112,7 @@ class GradientPool(Pool):
                 self._write_buffers(outcome)
                 for index, gradient in gradients.items():
                     _accumulate(self._parts.parameters[index], gradient)
+        expect_step(self._model)
         return value
 
     def evaluate(self, *batch: Any) -> Any:
@@ -123,6 +125,7 @@ class GradientPool(Pool):
 
     def close(self) -> None:
         """Ends the workers; the parameters move back to memory of their own."""
+        expect_no_step(self._model)
         self._leaver()
         super().close()
 
