@@ -1,7 +1,7 @@
 """instep: the gradient of a whole batch, computed by several processes.
 
     script                 pool.backward(x, y)                framework tensors
-    adapter                numpy · tensorflow                 tensors <-> flat arrays
+    adapter                numpy · torch · tensorflow · jax   tensors <-> flat arrays
     pool                   owns engine, step counter, seed; checks the batch
     sharding               batch -> shards (contiguous, weighted, any pytree)
     schedule               which worker computes which shard; stealing, retries
