@@ -95,9 +95,10 @@ class Pool:
                 return self._try(arguments, index)
 
         with self._lock:
-            compute(1, self._options.reduction)  # refuses a bad batch; counts its rows
-            rows, shards = self._rows, max(2, self._shards)
-            return check(compute, min(shards, rows), self._options.reduction, rows)
+            rule = self._options.reduction
+            whole = compute(1, rule)  # refuses a bad batch; counts its rows
+            shards = min(max(2, self._shards), self._rows)
+            return check(compute, whole, shards, rule, self._rows)
 
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
         """Loss and gradients of the batch, or of these rows; changes nothing."""
