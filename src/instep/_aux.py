@@ -3,6 +3,7 @@
 number, 0-d array                 weighted mean
 array or list, first axis = rows  concatenated in row order
 instep.Sum(x)                     added
+instep.Mean(x)                    weighted mean, element by element
 anything else                     must be the same in every shard
 """
 
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep._errors import LossError
-from instep._reduction import reduce_scalar
+from instep._program import Array
+from instep._reduction import reduce_arrays, reduce_scalar
 from instep._sharding import is_row_list
 from instep._tree import Structure, flatten, leaf_names, unflatten
-from instep._values import Sum
+from instep._values import Mean, Sum, is_marked
 
 
 class ShardAnswer(NamedTuple):
@@ -69,12 +71,14 @@ def merge_columns(
 
 def is_aux_leaf(node: Any) -> bool:
     """What one rule is for, though it may be a container."""
-    return isinstance(node, Sum) or is_row_list(node)
+    return is_marked(node) or is_row_list(node)
 
 
 def _merge(name: str, values: Sequence[Any], shards: Sequence[ShardAnswer]) -> Any:
     if isinstance(values[0], Sum):
         return functools.reduce(operator.add, (value.value for value in values))
+    if isinstance(values[0], Mean):
+        return _mean(name, [np.asarray(value.value) for value in values], shards)
     if len(values) == 1:
         return values[0]
     if _is_number(values[0]):
@@ -84,6 +88,21 @@ def _merge(name: str, values: Sequence[Any], shards: Sequence[ShardAnswer]) -> A
             return list(itertools.chain.from_iterable(values))
         return np.concatenate(list(values))
     return _the_same(name, values, shards)
+
+
+def _mean(name: str, arrays: list[Array], shards: Sequence[ShardAnswer]) -> Any:
+    forms = {(array.shape, array.dtype) for array in arrays}
+    if len(forms) > 1:
+        shapes = [array.shape for array in arrays]
+        raise LossError(
+            f"{name} is an instep.Mean of arrays with the shapes {shapes}; expected "
+            "the same shape and dtype in every shard"
+        )
+    if len(arrays) == 1:
+        return arrays[0]
+    if arrays[0].dtype.kind in "biu":  # the mean of integers is none
+        arrays = [array.astype(np.float64) for array in arrays]
+    return reduce_arrays(arrays, [shard.weight for shard in shards], "mean")
 
 
 def _is_number(value: Any) -> bool:
@@ -108,7 +127,7 @@ def _the_same(name: str, values: Sequence[Any], shards: Sequence[ShardAnswer]) -
     raise LossError(
         f"{name} {what} in a shard of {shards[0].rows} rows and differs between "
         "shards; expected a number (averaged), an array with one entry per row "
-        "(concatenated) or instep.Sum(...) (added)"
+        "(concatenated), instep.Sum(...) (added) or instep.Mean(...) (averaged)"
     )
 
 

@@ -56,3 +56,50 @@ class Sum:
     """
 
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Marks an aux array that is averaged over shards, element by element, by weight.
+
+    Without it an array counts as one entry per row, and is put together in their
+    order. Arrays of the same shape in every shard.
+
+    Example:
+        >>> import numpy as np
+        >>> import instep
+        >>> def fun(w, x):
+        ...     return (w * x.mean(), instep.Mean(x.mean(axis=0))), x.mean()
+        >>> with instep.numpy.value_and_grad(
+        ...     fun, shards=2, engine="serial", has_aux=True
+        ... ) as pool:
+        ...     (loss, column_means), grad = pool(np.float64(1.0), np.eye(3))
+        >>> bool(np.allclose(column_means, 1 / 3))
+        True
+    """
+
+    value: Any
+
+
+Marker = type[Sum] | type[Mean] | None
+"""How an aux value is combined, where its form does not say it."""
+
+
+def is_marked(leaf: Any) -> bool:
+    """Whether a value is in a marker."""
+    return isinstance(leaf, Sum | Mean)
+
+
+def marker_of(leaf: Any) -> Marker:
+    """The marker of an aux value, if it has one."""
+    return type(leaf) if isinstance(leaf, Sum | Mean) else None
+
+
+def unmarked(leaf: Any) -> Any:
+    """The value without its marker."""
+    return leaf.value if isinstance(leaf, Sum | Mean) else leaf
+
+
+def marked(marker: Marker, value: Any) -> Any:
+    """The value with this marker."""
+    return value if marker is None else marker(value)

@@ -11,7 +11,7 @@ import numpy as np
 from instep._aux import ShardAnswer, merge_columns
 from instep._errors import LossError
 from instep._pool import Outcome
-from instep._values import Sum
+from instep._values import marked
 from instep.jax._loss import AuxForm, AuxLeaf, rebuilt_aux
 from instep.jax._program import Extras
 
@@ -90,8 +90,7 @@ def _merged(shards: Sequence[ShardAnswer], extras: Sequence[Extras]) -> list[Any
 def _values(extras: Extras) -> list[Any]:
     assert extras.aux is not None
     arrays = iter(extras.arrays)
-    values = [
-        (next(arrays) if leaf.is_array else leaf.static, leaf.is_sum)
+    return [
+        marked(leaf.marker, next(arrays) if leaf.is_array else leaf.static)
         for leaf in extras.aux.leaves
     ]
-    return [Sum(value) if is_sum else value for value, is_sum in values]

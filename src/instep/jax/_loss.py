@@ -18,7 +18,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path, tree_unflatten
 
 from instep._errors import LossError
-from instep._values import Sum, Weighted
+from instep._values import Marker, Weighted, is_marked, marker_of, unmarked
 from instep.jax._form import Form, arguments
 from instep.jax._leaves import is_array, is_text, key_kind, weak_kind
 
@@ -28,13 +28,13 @@ class AuxLeaf(NamedTuple):
 
     Attributes:
         name: how it is written: aux['accuracy'].
-        is_sum: it was in an `instep.Sum`.
+        marker: how it is combined, if that was said.
         is_array: its value is an array; else it is `static`.
         key: the implementation of a typed PRNG key.
     """
 
     name: str
-    is_sum: bool
+    marker: Marker
     is_array: bool
     key: Any
     static: Any
@@ -120,19 +120,18 @@ def _parted_aux(aux: Any) -> tuple[AuxForm, list[Any]]:
     pairs, treedef = tree_flatten_with_path(aux, is_leaf=_is_aux_leaf)
     leaves, arrays = [], []
     for path, leaf in pairs:
-        value = leaf.value if isinstance(leaf, Sum) else leaf
-        name, is_sum = "aux" + keystr(path), isinstance(leaf, Sum)
+        value, marker, name = unmarked(leaf), marker_of(leaf), "aux" + keystr(path)
         if not is_array(value):
-            leaves.append(AuxLeaf(name, is_sum, False, None, value))
+            leaves.append(AuxLeaf(name, marker, False, None, value))
             continue
         key = key_kind(value)
         arrays.append(jax.random.key_data(value) if key else value)
-        leaves.append(AuxLeaf(name, is_sum, True, key, None))
+        leaves.append(AuxLeaf(name, marker, True, key, None))
     return AuxForm(treedef, tuple(leaves)), arrays
 
 
 def _is_aux_leaf(node: Any) -> bool:
-    return isinstance(node, Sum) or is_text(node)
+    return is_marked(node) or is_text(node)
 
 
 def _check_scalar(value: Any) -> None:

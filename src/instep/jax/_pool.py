@@ -104,8 +104,13 @@ class GradientPool(Pool):
         self._argnums = argnums
         self._caller = Caller(argnums, in_axes)
         self._trial_seed = 0
-        program = JaxProgram(ship(loss), options.has_aux, registrations_of_main())
-        super().__init__(program, options)
+        super().__init__(_program(loss, options), options)
+
+    def replace_loss(self, loss: Callable[..., Any]) -> None:
+        """Gives the workers another loss, called with the same arguments."""
+        with self._lock:
+            self._ship(_program(loss, self._options))
+            self._loss = loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`(value, grads)`, or `((value, aux), grads)`, over the whole batch.
@@ -178,6 +183,10 @@ class GradientPool(Pool):
             tree_unflatten(treedef, grads[where]) for treedef, where in plan.gradients
         )
         return trees if isinstance(self._argnums, tuple) else trees[0]
+
+
+def _program(loss: Callable[..., Any], options: Options) -> JaxProgram:
+    return JaxProgram(ship(loss), options.has_aux, registrations_of_main())
 
 
 def _other_key(keys: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 
 from instep._program import Array
 from instep._seeding import preserved_generators
+from instep._values import Mean
 from instep.jax._answer import Answer
 from instep.jax._call import Call
 from instep.jax._leaves import dtype_of
@@ -122,7 +123,7 @@ def _merged_shapes(
 
 
 def _merged_shape(form: AuxLeaf, shape: Any, dtype: Any, shards: int) -> Any:
-    is_averaged = shape == () and shards > 1 and not form.is_sum
-    if is_averaged and np.dtype(dtype).kind in "biu":
+    is_mean = form.marker is Mean or (shape == () and form.marker is None)
+    if is_mean and shards > 1 and np.dtype(dtype).kind in "biu":
         dtype = dtype_of(0.0)  # the mean of integers is none
     return _Shape(shape, dtype)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from instep._aux import merge_aux
 from instep._check import Trial
-from instep._errors import ArgumentError
+from instep._errors import ArgumentError, GradientError
 from instep._options import Options
 from instep._pool import Outcome, Pool
 from instep._program import Array, Output, Rule
@@ -75,7 +75,7 @@ class GradientPool(Pool):
         function = LossFunction(loss, lambda: _variables(model), options.has_aux)
         self._traces = Traces(
             function,
-            options.shards or 1,
+            lambda: self.shards,
             lambda batch: _arguments(loss, model, batch),
         )
         self._num_shipped = 0
@@ -136,6 +136,11 @@ class GradientPool(Pool):
                 "graphs there is instep.tensorflow.v1"
             )
         batch, entry = self._traces.find(arguments)
+        if gradient and not entry.traced.differentiated:
+            raise GradientError(
+                "the model has no trainable variables; expected at least one to "
+                "differentiate by"
+            )
         self._ship_new_traces()
         outcome = self._step(
             [read_variable(v) for v in entry.traced.variables],

@@ -21,7 +21,7 @@ from tensorflow.core.protobuf import config_pb2
 from instep._aux import ShardAnswer
 from instep._program import Array, ShardResult, Task
 from instep._tree import flatten
-from instep._values import Sum
+from instep._values import Marker, marked
 from instep.tensorflow._random import states, variable_name
 from instep.tensorflow._state import fold
 
@@ -64,7 +64,7 @@ class Trace:
         state: indices of the variables whose new value comes back, averaged.
         counters: indices of those whose new value is shard 0's.
         effects: ops that have to run too: assertions, writes to variables.
-        aux: one tensor per value, and whether it is added up.
+        aux: one tensor per value, and how it is combined.
         random_keys: one key per random op.
     """
 
@@ -77,7 +77,7 @@ class Trace:
     state: tuple[int, ...] = ()
     counters: tuple[int, ...] = ()
     effects: tuple[str, ...] = ()
-    aux: tuple[tuple[str, bool], ...] = ()
+    aux: tuple[tuple[str, Marker], ...] = ()
     random_keys: tuple[int, ...] = ()
 
 
@@ -273,7 +273,7 @@ def _result(trace: Trace, fetched: list[Any], task: Task) -> ShardResult:
     values = iter(fetched)
     loss = next(values)
     weight = float(next(values)) if trace.weight else None
-    aux = tuple(Sum(next(values)) if add else next(values) for _, add in trace.aux)
+    aux = tuple(marked(marker, next(values)) for _, marker in trace.aux)
     if not task.gradient:
         return ShardResult(loss, weight, [], _extras(aux, (), ()))
     dense = [next(values) for g in trace.gradients if isinstance(g, str)]

@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from instep._errors import GradientError, LossError, ShipError
+from instep._errors import LossError, ShipError
 from instep._tree import Structure, flatten
-from instep._values import Sum, Weighted
+from instep._values import Marker, Weighted, is_marked, marker_of, unmarked
 from instep.tensorflow._arrays import to_array
 from instep.tensorflow._closure import PLACEHOLDERS, cut_out
 from instep.tensorflow._nodes import NodeDef, constant, node
@@ -102,7 +102,7 @@ class _Found:
     loss: LossFunction
     value: tf.Tensor | None = None
     weight: tf.Tensor | None = None
-    aux: list[tuple[tf.Tensor, bool]] = field(default_factory=list)
+    aux: list[tuple[tf.Tensor, Marker]] = field(default_factory=list)
     aux_structure: Structure = field(default_factory=lambda: flatten(None)[1])
     gradients: list[Any] = field(default_factory=list)
     differentiated: list[tf.Variable] = field(default_factory=list)
@@ -119,19 +119,15 @@ class _Found:
     def differentiate(self, tape: tf.GradientTape) -> None:
         """Adds the gradients; models that build themselves have done so by now."""
         self.differentiated = self.loss.variables()
-        if not self.differentiated:
-            self.error = GradientError(
-                "the model has no trainable variables; expected at least one to "
-                "differentiate by"
-            )
-            raise self.error
+        if not self.differentiated:  # enough for an evaluation
+            return
         gradients = tape.gradient(self.value, self.differentiated)
         self.gradients = [_own(gradient) for gradient in gradients]
 
     def _take(self, returned: Any) -> None:
         if self.loss.has_aux:
             returned, aux = _pair(returned)
-            leaves, self.aux_structure = flatten(aux, lambda x: isinstance(x, Sum))
+            leaves, self.aux_structure = flatten(aux, is_marked)
             self.aux = [_aux(leaf) for leaf in leaves]
         if isinstance(returned, Weighted):
             self.weight = _scalar("weight", returned.weight)
@@ -152,10 +148,9 @@ def _pair(returned: Any) -> tuple[Any, Any]:
     )
 
 
-def _aux(leaf: Any) -> tuple[tf.Tensor, bool]:
-    """The tensor of an aux value, and whether it is added up."""
-    is_sum = isinstance(leaf, Sum)
-    return _own(tf.convert_to_tensor(leaf.value if is_sum else leaf)), is_sum
+def _aux(leaf: Any) -> tuple[tf.Tensor, Marker]:
+    """The tensor of an aux value, and how it is combined."""
+    return _own(tf.convert_to_tensor(unmarked(leaf))), marker_of(leaf)
 
 
 def _scalar(name: str, value: Any) -> tf.Tensor:
@@ -210,7 +205,7 @@ def _cut(found: _Found, graph: Any, num_inputs: int) -> EagerTrace:
             k for k, v in enumerate(specs) if v.is_written and not _averages(v)
         ),
         effects=tuple(effects),
-        aux=tuple((tensor.name, added) for tensor, added in found.aux),
+        aux=tuple((tensor.name, marker) for tensor, marker in found.aux),
         random_keys=keys,
     )
     return EagerTrace(

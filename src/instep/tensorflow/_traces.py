@@ -126,7 +126,7 @@ class Traces:
     def __init__(
         self,
         loss: LossFunction,
-        shards: int,
+        shards: Callable[[], int],
         arguments: Callable[[Any], Sequence[Any]],
     ) -> None:
         self._loss = loss
@@ -214,7 +214,7 @@ class Traces:
 
     def _trace_sizes(self, entry: Entry, batch: Batch) -> None:
         """Traces what is missing of the (at most two) shard sizes of the batch."""
-        bounds = shard_bounds(batch.rows, self._shards)
+        bounds = shard_bounds(batch.rows, self._shards())
         for rows in sorted({stop - start for start, stop in bounds}):
             if rows not in entry.by_rows:
                 shapes = tuple((rows, *s[1:]) if s else s for s in entry.shapes)

@@ -9,7 +9,7 @@ import torch
 from instep._aux import is_aux_leaf
 from instep._program import Array
 from instep._tree import flatten, unflatten
-from instep._values import Sum
+from instep._values import marked, marker_of, unmarked
 from instep.torch._arrays import to_array
 
 
@@ -66,16 +66,15 @@ def outside_slot(gradient: torch.Tensor) -> Slices | Array:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, Sum):
-        return _holds_tensors(leaf.value)
+    leaf = unmarked(leaf)
     if isinstance(leaf, list):  # a row list: 0-d tensors, if any
         return any(isinstance(item, torch.Tensor) for item in leaf)
     return isinstance(leaf, torch.Tensor)
 
 
 def _plain(leaf: Any) -> Any:
-    if isinstance(leaf, Sum):
-        return Sum(_plain(leaf.value))
+    if marker := marker_of(leaf):
+        return marked(marker, _plain(unmarked(leaf)))
     if isinstance(leaf, list):
         return [_plain(item) for item in leaf]
     return to_array(leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf
