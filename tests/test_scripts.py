@@ -276,6 +276,7 @@ LAYERS = [
     ["__main__"],
     ["_commands"],
     ["_demo", "testing"],
+    ["keras"],
     ["tensorflow", "torch", "jax", "numpy"],
     ["_pool"],
     ["_slices"],
@@ -295,7 +296,8 @@ LAYERS = [
     ["_ship", "_memory"],
     ["_sharding"],
     ["_tree", "_program"],
-    ["_seeding", "_values", "_errors", "_quiet"],
+    ["_seeding", "_shuffled"],
+    ["_values", "_errors", "_quiet", "_pace"],
 ]
 
 

@@ -34,12 +34,15 @@ from instep._errors import StartError as StartError
 from instep._errors import WorkerError as WorkerError
 from instep._errors import WorkerLostError as WorkerLostError
 from instep._errors import WorkerTraceback as WorkerTraceback
+from instep._shuffled import shuffled as shuffled
+from instep._values import Mean as Mean
 from instep._values import Sum as Sum
 from instep._values import Weighted as Weighted
 
 if TYPE_CHECKING:
     from instep import engines as engines
     from instep import jax as jax
+    from instep import keras as keras
     from instep import numpy as numpy
     from instep import tensorflow as tensorflow
     from instep import testing as testing
@@ -54,7 +57,7 @@ for _public in list(globals().values()):
 del _public
 
 # Imported when first used: `import instep` loads no framework.
-_MODULES = ("engines", "jax", "numpy", "tensorflow", "testing", "torch")
+_MODULES = ("engines", "jax", "keras", "numpy", "tensorflow", "testing", "torch")
 
 
 def __getattr__(name: str) -> Any:

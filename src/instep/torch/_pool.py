@@ -104,16 +104,34 @@ class GradientPool(Pool):
                 disabled; PyTorch's own.
         """
         with self._lock:
+            value, gradients = self.gradients(*batch)
+            with torch.no_grad():
+                for parameter, gradient in zip(
+                    self._parts.parameters, gradients, strict=True
+                ):
+                    if gradient is not None:
+                        _accumulate(parameter, gradient)
+        expect_step(self._model)
+        return value
+
+    def gradients(self, *batch: Any) -> tuple[Any, list[torch.Tensor | None]]:
+        """`(value, gradients)`: as `backward`, but `.grad` is left alone.
+
+        Args:
+            *batch: as for `backward`.
+
+        Returns:
+            What `backward` returns, and a gradient (or None) for every parameter, in
+            the order of `model.parameters()`. Parameter hooks are not called.
+        """
+        with self._lock:
             outcome = self._outcome(*to_arrays(batch, detach=False))
             if all(extras.is_constant for extras in extras_of(outcome.shards)):
                 torch.zeros(()).backward()  # type: ignore[no-untyped-call]  # raises
-            value, gradients = self._value(outcome), self._gradients(outcome)
+            value, found = self._value(outcome), self._gradients(outcome)
             with torch.no_grad():
                 self._write_buffers(outcome)
-                for index, gradient in gradients.items():
-                    _accumulate(self._parts.parameters[index], gradient)
-        expect_step(self._model)
-        return value
+            return value, [found.get(k) for k in range(len(self._parts.parameters))]
 
     def evaluate(self, *batch: Any) -> Any:
         """The loss (or `(loss, aux)`) over the whole batch, under `torch.no_grad()`.
