@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from instep._pace import Pace
 from instep._schedule import Schedule
 
 
@@ -112,3 +113,43 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=200, deadline=None)
+
+
+def test_a_late_shard_is_computed_twice_and_the_first_answer_counts():
+    schedule = Schedule(2, workers=[0, 1, 2], retries=0)
+    assert schedule.assign([0, 1, 2]) == [(0, 0), (1, 1)]
+    assert schedule.alone() == [0, 1]
+    assert schedule.double(late=1, idle=2) == 1
+    assert schedule.alone() == [0]
+    assert schedule.finish(2) == 1
+    assert schedule.finish(1) is None
+    assert schedule.finish(0) == 0
+    assert schedule.is_finished
+
+
+def test_losing_one_of_two_who_compute_a_shard_hands_out_nothing():
+    schedule = Schedule(1, workers=[0, 1], retries=1)
+    schedule.assign([0])
+    schedule.double(late=0, idle=1)
+    assert schedule.lose(0) == 0
+    assert not schedule.has_waiting
+    assert schedule.lose(1) == 0
+    assert schedule.has_waiting
+    assert schedule.is_exhausted(0)
+
+
+def test_a_shard_is_late_after_twice_the_slowest_and_a_moment():
+    pace = Pace()
+    assert pace.limit is None
+    pace.note(1.0)
+    pace.note(0.5)
+    assert pace.limit == 2 * 1.0 + 0.1
+    pace.begin()
+    pace.note(3.0)
+    assert pace.limit == 2 * 3.0 + 0.1
+    pace.begin()
+    pace.begin()  # a call without an answer forgets nothing
+    assert pace.limit == 2 * 3.0 + 0.1
+    pace.note(0.1)
+    pace.begin()
+    assert pace.limit == 2 * 0.1 + 0.1

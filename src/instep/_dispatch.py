@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from instep._errors import ShardTimeoutError, StartError, WorkerLostError
 from instep._exceptions import with_origin
 from instep._options import Options
+from instep._pace import Pace
 from instep._program import Program, Task
 from instep._schedule import Schedule
 from instep.engines._base import Done, Engine, Event, Failed, Lost
@@ -23,6 +24,7 @@ class Counters:
 
     workers_lost: int = 0
     shards_recomputed: int = 0
+    shards_late: int = 0
     shards_computed: dict[int, int] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
@@ -44,12 +46,22 @@ class Dispatcher:
         self._timeout = options.timeout
         self._retries = options.retries
         self._due: dict[int, float] = {}  # busy workers and when they are overdue
+        self._since: dict[int, float] = {}  # and when they were given their shard
+        self._pace = Pace()
         self.counters = Counters()
 
     def start(self, program: Program) -> None:
         """Starts the workers with this program, in place of those there are."""
         self._due.clear()
+        self._pace = Pace()
         self._engine.start(program, len(self._workers), self._threads)
+
+    def resize(self, workers: int) -> None:
+        """Starts more workers, which join when they are ready, or ends some."""
+        for worker in self._workers[workers:]:
+            self._due.pop(worker, None)
+        self._workers = list(range(workers))
+        self._engine.resize(workers)
 
     def run(self, tasks: Sequence[Task]) -> list[Done]:
         """The answers to all tasks, in shard order.
@@ -60,11 +72,13 @@ class Dispatcher:
             Exception: what the loss raised in a worker, with its own type.
         """
         call = _Call(tasks, Schedule(len(tasks), self._workers, self._retries))
+        self._since.clear()
+        self._pace.begin()
         for event in self._engine.wait(0):  # deaths between the calls
             self._handle(event, call)
         while not call.schedule.is_finished:
-            self._assign(call)
-            for event in self._engine.wait(self._time_left()):
+            idle = self._assign(call)
+            for event in self._engine.wait(self._time_left(idle, call)):
                 self._handle(event, call)
             self._replace_overdue(call)
         self.counters.shards_recomputed += call.schedule.recomputed
@@ -76,36 +90,59 @@ class Dispatcher:
         if at_once:
             self._due.clear()
 
-    def _assign(self, call: _Call) -> None:
-        if not call.schedule.has_waiting:
-            return
-        for worker, shard in call.schedule.assign(self._engine.idle()):
-            self._engine.submit(worker, call.tasks[shard])
-            if self._timeout is not None:
-                self._due[worker] = time.monotonic() + self._timeout
+    def _assign(self, call: _Call) -> list[int]:
+        """Gives idle workers shards that wait, or are late; returns who has none."""
+        idle = self._engine.idle()
+        for worker, shard in call.schedule.assign(idle):
+            idle.remove(worker)
+            self._submit(worker, call.tasks[shard])
+        if idle:
+            for late in self._late(call)[: len(idle)]:
+                worker = idle.pop(0)
+                self._submit(worker, call.tasks[call.schedule.double(late, worker)])
+                self.counters.shards_late += 1
+        return idle
+
+    def _submit(self, worker: int, task: Task) -> None:
+        self._engine.submit(worker, task)
+        self._since[worker] = now = time.monotonic()
+        if self._timeout is not None:
+            self._due[worker] = now + self._timeout
+
+    def _late(self, call: _Call) -> list[int]:
+        """Workers who take too long for their shard, the slowest first."""
+        limit = self._pace.limit
+        if limit is None:
+            return []
+        moment = time.monotonic() - limit
+        late = [w for w in call.schedule.alone() if self._since[w] <= moment]
+        return sorted(late, key=self._since.__getitem__)
 
     def _handle(self, event: Event, call: _Call) -> None:
         self._due.pop(event.worker, None)
         if isinstance(event, Done):
-            call.answers[call.schedule.finish(event.worker)] = event
+            self._pace.note(time.monotonic() - self._since[event.worker])
             self.counters.count(event)
+            shard = call.schedule.finish(event.worker)
+            if shard is not None:
+                call.answers[shard] = event
         elif isinstance(event, Failed):
-            raise self._failure(event, call)
+            self._fail(event, call)
         elif isinstance(event, Lost):
             self._lose(event.worker, call, event.reason)
 
-    def _failure(self, event: Failed, call: _Call) -> BaseException:
+    def _fail(self, event: Failed, call: _Call) -> None:
         if event.at_start:
             error = StartError(
                 f"worker {event.worker} could not start: "
                 f"{type(event.error).__name__}: {event.error}"
             )
-            return with_origin(
-                error, event.text, f"worker {event.worker}, at its start"
-            )
+            raise with_origin(error, event.text, f"worker {event.worker}, at its start")
         shard = call.schedule.finish(event.worker)
+        if shard is None:
+            return  # another worker has answered before
         where = f"shard {shard} of {len(call.tasks)}, on worker {event.worker}"
-        return with_origin(event.error, event.text, where)
+        raise with_origin(event.error, event.text, where)
 
     def _lose(self, worker: int, call: _Call, reason: str) -> None:
         shard = self._replace(worker, call)
@@ -129,10 +166,13 @@ class Dispatcher:
             shard if shard is not None and call.schedule.is_exhausted(shard) else None
         )
 
-    def _time_left(self) -> float | None:
-        if not self._due:
-            return None
-        return max(0.0, min(self._due.values()) - time.monotonic())
+    def _time_left(self, idle: list[int], call: _Call) -> float | None:
+        """Seconds until a worker is overdue, or late while another is idle."""
+        moments = list(self._due.values())
+        limit = self._pace.limit
+        if idle and limit is not None:
+            moments.extend(self._since[w] + limit for w in call.schedule.alone())
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _replace_overdue(self, call: _Call) -> None:
         if not self._due:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from instep._errors import ArgumentError
@@ -47,6 +47,11 @@ class Options:
     retries: int = 2
     reduction: Rule = "mean"
     has_aux: bool = False
+
+    def with_workers(self, workers: int) -> Options:
+        """The same options, for another number of workers; `shards` stays."""
+        checked = _at_least(1, "workers", workers, default=usable_cores())
+        return replace(self, workers=checked)
 
     @classmethod
     def of(cls, **keywords: Any) -> Options:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from instep._aux import ShardAnswer, merge_aux
 from instep._check import Report, Trial, check
 from instep._dispatch import Dispatcher
-from instep._errors import PoolBrokenError, PoolClosedError, StartError
+from instep._errors import ArgumentError, PoolBrokenError, PoolClosedError, StartError
 from instep._layout import Layout
 from instep._options import Options
 from instep._program import Array, Output, Program, Rule, Task
@@ -128,10 +128,60 @@ class Pool:
             pids=self._engine.pids() if self._closer.alive else (),
             workers_lost=counters.workers_lost,
             shards_recomputed=counters.shards_recomputed,
+            shards_late=counters.shards_late,
             bytes_moved=self._bytes_moved,
             shards_computed=tuple(counters.shards_computed.get(w, 0) for w in workers),
             seconds=tuple(counters.seconds.get(w, 0.0) for w in workers),
         )
+
+    def resize(self, workers: int) -> None:
+        """Changes the number of worker processes; the bits stay the same.
+
+        Returns at once: new workers take part as soon as they have started, the
+        others go on meanwhile. `shards` stays as it was when the pool was made; more
+        workers than shards have nothing to do. May be called from any thread; during
+        a step it waits for its end.
+
+        Raises:
+            ArgumentError: `workers` is no whole number, or less than 1.
+        """
+        options = self._options.with_workers(workers)
+        with self._lock:
+            self._check_usable()
+            self._options = options
+            self._dispatcher.resize(options.workers or 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the pool's results depend on besides parameters and batch.
+
+        To be saved with the script's own checkpoint, in any format: whole numbers and
+        a string.
+        """
+        return {
+            "steps": self._steps,
+            "seed": self._options.seed,
+            "shards": self._shards,
+            "threads": self._options.threads or 1,
+            "reduction": self._options.reduction,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the pool that gave this state was, with the same bits.
+
+        Steps, seed and shards are taken over; the number of workers and the engine may
+        differ.
+
+        Raises:
+            ArgumentError: this pool has other `threads` or another `reduction`, or the
+                state is of something else.
+        """
+        _check_state(state, self.state_dict())
+        with self._lock:
+            self._steps = state["steps"]
+            self._options = replace(
+                self._options, seed=state["seed"], shards=state["shards"]
+            )
+            self._splitter = Splitter(self._shards)
 
     def close(self) -> None:
         """Ends the workers and frees their memory. Calling it twice is fine."""
@@ -147,6 +197,11 @@ class Pool:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def shards(self) -> int:
+        """Parts that a batch is split into."""
+        return self._shards
 
     @property
     def _workers(self) -> int:
@@ -246,4 +301,19 @@ class Pool:
             raise PoolClosedError(
                 f"this pool belongs to process {self._owner} and cannot be used in "
                 f"its fork {os.getpid()}; make a pool there"
+            )
+
+
+def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
+    if not isinstance(state, dict) or state.keys() != own.keys():
+        raise ArgumentError(
+            f"the state is {state!r}; expected what state_dict() of a pool gave, with "
+            f"the keys {sorted(own)}"
+        )
+    for name in ("threads", "reduction"):
+        if state[name] != own[name]:
+            raise ArgumentError(
+                f"the state is of a pool with {name}={state[name]!r} and this one has "
+                f"{name}={own[name]!r}, which gives other bits; make it with "
+                f"{name}={state[name]!r}"
             )

@@ -4,14 +4,15 @@ No I/O and no clock, so every engine and every test drives the same rules:
 
 * each worker starts with a run of neighbouring shards;
 * a worker that has none left takes one from the end of the longest run (stealing);
-* the shard of a lost worker goes first to whoever is idle, `retries` times.
+* the shard of a lost worker goes first to whoever is idle, `retries` times;
+* a shard that is late is handed to an idle worker as well; the first answer counts.
 
 The bits of a result do not depend on any of this.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from instep._sharding import shard_bounds
@@ -27,8 +28,9 @@ class Schedule:
         self._runs = dict(zip(workers, runs, strict=False))  # worker: [next, stop]
         self._again: deque[int] = deque()
         self._running: dict[int, int] = {}
-        self._num_unfinished = shards
-        self._losses: dict[int, int] = {}
+        self._num_waiting = self._num_unfinished = shards
+        self._finished: set[int] = set()
+        self._losses: Counter[int] = Counter()
         self._retries = retries
 
     @property
@@ -39,12 +41,12 @@ class Schedule:
     @property
     def recomputed(self) -> int:
         """How many times a shard was handed out again after a loss."""
-        return sum(self._losses.values())
+        return self._losses.total()
 
     @property
     def has_waiting(self) -> bool:
         """Whether there is a shard that nobody computes."""
-        return len(self._running) < self._num_unfinished
+        return self._num_waiting > 0
 
     def assign(self, idle: Iterable[int]) -> list[tuple[int, int]]:
         """(worker, shard) for every idle worker there is work for."""
@@ -53,29 +55,51 @@ class Schedule:
             if not self.has_waiting:
                 break
             self._running[worker] = shard = self._take(worker)
+            self._num_waiting -= 1
             started.append((worker, shard))
         return started
 
-    def finish(self, worker: int) -> int:
-        """The worker has answered; returns which shard it was."""
-        shard = self._running.pop(worker)
+    def alone(self) -> list[int]:
+        """Workers whose shard has no answer and nobody else who computes it."""
+        times = Counter(self._running.values())
+        return [
+            worker
+            for worker, shard in self._running.items()
+            if times[shard] == 1 and shard not in self._finished
+        ]
+
+    def double(self, late: int, idle: int) -> int:
+        """Has an idle worker compute a late worker's shard too; returns which."""
+        self._running[idle] = self._running[late]
+        return self._running[idle]
+
+    def finish(self, worker: int) -> int | None:
+        """The worker has answered; returns which shard, None if that had an answer."""
+        shard = self._running.pop(worker, None)
+        if shard is None or shard in self._finished:
+            return None
+        self._finished.add(shard)
         self._num_unfinished -= 1
         return shard
 
     def lose(self, worker: int) -> int | None:
-        """The worker is gone; returns the shard it was computing, if any.
+        """The worker is gone; returns the shard it was computing, if that is needed.
 
-        The shard is handed out again unless `is_exhausted` says otherwise.
+        The shard is handed out again, unless another worker computes it too or
+        `is_exhausted` says otherwise.
         """
         shard = self._running.pop(worker, None)
-        if shard is not None:
-            self._losses[shard] = self._losses.get(shard, 0) + 1
+        if shard is None or shard in self._finished:
+            return None
+        self._losses[shard] += 1
+        if shard not in self._running.values():
             self._again.append(shard)
+            self._num_waiting += 1
         return shard
 
     def is_exhausted(self, shard: int) -> bool:
         """Whether the shard has ended more workers than `retries` allows."""
-        return self._losses.get(shard, 0) > self._retries
+        return self._losses[shard] > self._retries
 
     def _take(self, worker: int) -> int:
         if self._again:

@@ -18,6 +18,8 @@ class Statistics:
         pids: process ids of the workers that are alive; () for the serial engine.
         workers_lost: workers that died or were replaced after a timeout.
         shards_recomputed: shards computed again because of that.
+        shards_late: shards handed to a second worker, because the first one took long;
+            the first answer counted.
         bytes_moved: bytes of parameters, batches and shard results written to the
             memory that master and workers share.
         shards_computed: shards computed, per worker.
@@ -32,6 +34,7 @@ class Statistics:
     pids: tuple[int, ...]
     workers_lost: int
     shards_recomputed: int
+    shards_late: int
     bytes_moved: int
     shards_computed: tuple[int, ...]
     seconds: tuple[float, ...]

@@ -88,6 +88,9 @@ class Engine(Protocol):
         An array published as one of these is there already.
         """
 
+    def resize(self, workers: int) -> None:
+        """Starts the workers that are missing, or ends those of higher numbers."""
+
     def replace(self, worker: int) -> None:
         """Ends a worker's process, if it still runs, and starts another."""
 

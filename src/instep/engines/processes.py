@@ -69,6 +69,7 @@ class _Seat:
     outbox: Block
     pid: int = 0
     number: int = 0  # the command it carries out, 0: none
+    shard: int = -1  # what it computes
     slot: int = -1  # the slot it may write to
 
 
@@ -119,6 +120,7 @@ class Processes:
         self._starting: dict[int, float] = {}  # and since when
         self._idle: dict[int, None] = {}  # an ordered set
         self._leaving: dict[tuple[int, int], int] = {}  # killed, and the slot it held
+        self._incarnations: dict[int, int] = {}  # of the next process in a seat
         self._pending.clear()
         self._number = 0
         self._oldest = 0  # commands with a lower number are forgotten
@@ -133,7 +135,7 @@ class Processes:
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
         self._oldest = self._number + 1
-        for slot in self._slot_of.values():
+        for _, slot in sorted(self._slot_of.items()):
             self._slots.give(slot)
         self._slot_of.clear()
         if layout is not self._layout:
@@ -146,11 +148,9 @@ class Processes:
         return list(self._idle)
 
     def submit(self, worker: int, task: Task) -> None:
-        slot = self._slots.take()
-        self._slot_of[task.shard] = slot
-        self._slots.hold(slot)
         params, batch = self._refs
-        self._command(worker, Op.COMPUTE, slot, task, params, batch)
+        self._seats[worker].shard = task.shard
+        self._command(worker, Op.COMPUTE, self._slots.take(), task, params, batch)
 
     def wait(self, timeout: float | None) -> list[Event]:
         if not self._pending:
@@ -160,6 +160,7 @@ class Processes:
 
     def average(self, weights: Sequence[float]) -> list[Array | None]:
         assert self._layout is not None
+        self._oldest = self._number + 1  # a late worker may still compute a shard
         offsets = [self._slot_of[shard] for shard in range(len(weights))]
         slots = self._slots.rows(offsets)
         if self._layout.nbytes < LARGE or not self._idle:
@@ -172,10 +173,23 @@ class Processes:
     def resident(self) -> list[Array]:
         return self._params.resident()
 
+    def resize(self, workers: int) -> None:
+        for worker in range(workers):
+            if worker not in self._seats:
+                self._start_worker(worker, self._incarnations.get(worker, 0))
+        for worker in [w for w in self._seats if w >= workers]:
+            self._dismiss(worker)
+
     def replace(self, worker: int) -> None:
+        self._dismiss(worker)
+        self._start_worker(worker, self._incarnations[worker])
+
+    def _dismiss(self, worker: int) -> None:
+        """Ends the process of a worker."""
         seat = self._vacate(worker)
+        self._incarnations[worker] = seat.incarnation + 1
         self._order(Op.KILL, seat)
-        self._start_worker(worker, seat.incarnation + 1)
+        self._pending = [e for e in self._pending if e.worker != worker]
 
     def abandon(self, *, at_once: bool) -> None:
         self._oldest = self._number + 1
@@ -328,11 +342,15 @@ class Processes:
 
     def _note_answer(self, seat: _Seat, report: Report) -> None:
         self._idle[seat.worker] = None
-        self._slots.give(seat.slot)
-        seat.number, seat.slot = 0, -1
+        slot, seat.slot, seat.number = seat.slot, -1, 0
+        is_wanted = report.number >= self._oldest
+        if report.kind == Kind.DONE and is_wanted and seat.shard not in self._slot_of:
+            self._slot_of[seat.shard] = slot  # of a shard's answers the first counts
+        else:
+            self._slots.give(slot)
         if report.kind == Kind.AVERAGED:
             return
-        if report.number < self._oldest:
+        if not is_wanted:
             self._pending.append(Ready(seat.worker))
         elif report.kind == Kind.FAILED:
             self._pending.append(Failed(seat.worker, *_error(seat, report)))

@@ -88,6 +88,9 @@ class Serial:
     def resident(self) -> list[Array]:
         return self._params.resident()
 
+    def resize(self, workers: int) -> None:
+        pass  # there is one, this process
+
     def replace(self, worker: int) -> None:
         self._runner = None
 
