@@ -209,6 +209,7 @@ PUBLIC = {
     "GradientError",
     "InstepError",
     "LossError",
+    "Mean",
     "MissingFrameworkError",
     "PoolBrokenError",
     "PoolClosedError",
@@ -220,6 +221,7 @@ PUBLIC = {
     "WorkerError",
     "WorkerLostError",
     "WorkerTraceback",
+    "shuffled",
 }
 
 
