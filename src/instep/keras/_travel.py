@@ -19,7 +19,11 @@ from keras import Model, Optimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 
+from instep._pool import Pool
+from instep.keras._parallel import Parallel, Replacement
+
 _TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
+_STAYS = (Optimizer, Pool, Parallel, Replacement)
 _OF_THE_MASTER = (
     "_jax_state",
     "_eval_epoch_iterator",
@@ -52,7 +56,7 @@ def _dumps(model: Any) -> bytes:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Optimizer):
+        if isinstance(value, _STAYS):
             return type(None), ()
         if isinstance(value, _TRACKED):
             return _new, (type(value),), _state(value), None, None, _set
