@@ -280,7 +280,7 @@ def test_a_worker_that_dies_while_averaging_costs_no_bit(tmp_path):
             assert bits(pool(w, ROWS)) == expected
 
 
-def test_a_worker_that_stops_while_averaging_is_replaced(monkeypatch):
+def test_a_worker_that_stops_while_averaging_is_replaced():
     def fun(w, x, stop):
         if stop:  # the only other worker, which is idle and will have to average
             for sibling in psutil.Process(os.getppid()).children():
@@ -288,13 +288,32 @@ def test_a_worker_that_stops_while_averaging_is_replaced(monkeypatch):
                     sibling.suspend()
         return wide(w, x)
 
-    monkeypatch.setattr(processes, "AVERAGE_TIMEOUT_S", 0.3)
     w = {"a": np.linspace(0, 1, 1_000_003)}
-    with make(fun, workers=2, shards=1) as pool:
+    with make(fun, workers=2, shards=1, timeout=1.0) as pool:
         expected = bits(started(pool, w, ROWS, False)(w, ROWS, False))
-        assert bits(pool(w, ROWS, True)) == expected
-        for _ in range(3):
-            assert bits(pool(w, ROWS, False)) == expected
+        assert bits(pool(w, ROWS, True)) == expected  # the master averages
+        assert pool.statistics().workers_lost == 0
+        wait_until(
+            lambda: (
+                bits(pool(w, ROWS, False)) == expected
+                and pool.statistics().workers_lost == 1
+            ),
+            "the stopped worker is not replaced",
+        )
+
+
+def test_a_successor_that_does_not_start_leaves_the_others_at_work(monkeypatch):
+    with make(toy, workers=2, shards=4) as pool:
+        expected = started(pool, ONE, ROWS)(ONE, ROWS)
+        template = template_of(pool)
+        template.suspend()  # it starts nobody
+        os.kill(pool.statistics().pids[0], signal.SIGKILL)
+        template.resume()
+        monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.0)
+        for _ in range(20):
+            assert pool(ONE, ROWS) == expected
+        monkeypatch.undo()
+        assert started(pool, ONE, ROWS)(ONE, ROWS) == expected
 
 
 # A worker that hangs

@@ -76,6 +76,7 @@ class Dispatcher:
         self._pace.begin()
         for event in self._engine.wait(0):  # deaths between the calls
             self._handle(event, call)
+        self._limit_stragglers()
         while not call.schedule.is_finished:
             idle = self._assign(call)
             for event in self._engine.wait(self._time_left(idle, call)):
@@ -89,6 +90,12 @@ class Dispatcher:
         self._engine.abandon(at_once=at_once)
         if at_once:
             self._due.clear()
+
+    def _limit_stragglers(self) -> None:
+        """Who still works on what is over has no longer for it than for a shard."""
+        if self._timeout is not None:
+            for worker in self._engine.busy():
+                self._due.setdefault(worker, time.monotonic() + self._timeout)
 
     def _assign(self, call: _Call) -> list[int]:
         """Gives idle workers shards that wait, or are late; returns who has none."""

@@ -70,6 +70,9 @@ class Engine(Protocol):
     def idle(self) -> list[int]:
         """Workers that wait for a shard."""
 
+    def busy(self) -> list[int]:
+        """Workers that compute or average, even if nobody waits for it any more."""
+
     def submit(self, worker: int, task: Task) -> None:
         """Has an idle worker compute a shard."""
 

@@ -32,7 +32,7 @@ from instep._frame import FrameRef, FrameWriter, aligned
 from instep._layout import Layout
 from instep._memory import Block
 from instep._program import Array, Program, Task
-from instep._reduction import Rows, average_slots, present_views, reduce_slots
+from instep._reduction import average_slots, present_views
 from instep._sharding import Batch
 from instep._ship import ship
 from instep._slots import Slots
@@ -43,8 +43,10 @@ from instep.engines._base import Done, Event, Failed, Lost, Ready
 # Seconds a worker may take from its start to its first word, the framework's import
 # included: TensorFlow takes 8 s on a slow disk, more under load.
 START_TIMEOUT_S = 180.0
-# Seconds a worker may take to average its part: a memory-bound pass, never this long.
-AVERAGE_TIMEOUT_S = 60.0
+# When the workers are late with averaging: far more than the memory-bound pass takes.
+# The master then does it, so that a stopped worker costs a moment and no more.
+AVERAGE_MOMENT_S = 0.25
+AVERAGE_BYTES_PER_S = 200e6
 # How many workers in a row may end before one starts.
 START_FAILURES = 3
 # Bytes of outputs from which the workers average, each its part; below, the master
@@ -147,6 +149,9 @@ class Processes:
     def idle(self) -> list[int]:
         return list(self._idle)
 
+    def busy(self) -> list[int]:
+        return [w for w, seat in self._seats.items() if seat.number and seat.pid]
+
     def submit(self, worker: int, task: Task) -> None:
         params, batch = self._refs
         self._seats[worker].shard = task.shard
@@ -166,9 +171,11 @@ class Processes:
         if self._layout.nbytes < LARGE or not self._idle:
             return average_slots(slots, weights, self._layout)
         result = self._slots.take()
-        self._average_in_workers(offsets, weights, result, slots)
-        out = self._slots.lend(result)
-        return present_views(slots, self._layout, out)
+        if self._average_in_workers(offsets, weights, result):
+            out = self._slots.lend(result)
+            return present_views(slots, self._layout, out)
+        self._slots.give(result)  # a late worker still holds it, and may write to it
+        return average_slots(slots, weights, self._layout)
 
     def resident(self) -> list[Array]:
         return self._params.resident()
@@ -199,7 +206,8 @@ class Processes:
                 self.replace(worker)
 
     def pids(self) -> tuple[int, ...]:
-        return tuple(seat.pid for seat in self._seats.values() if seat.pid)
+        # A list first: other threads may ask, and seats change.
+        return tuple(seat.pid for seat in list(self._seats.values()) if seat.pid)
 
     def close(self) -> None:
         if self._template is None or os.getpid() != self._owner:
@@ -361,16 +369,21 @@ class Processes:
 
     def _note_end(self, report: Report) -> None:
         slot = self._leaving.pop((report.worker, report.incarnation), -1)
-        seat = self._seats.get(report.worker)
-        if seat is not None and seat.incarnation == report.incarnation:
-            slot, seat.slot = seat.slot, -1
-            self._count_failed_start(seat, report)
-            self._pending.append(Lost(seat.worker, ending(report.status)))
-            self._idle.pop(seat.worker, None)
-            self._starting.pop(seat.worker, None)
-            seat.pid = 0
         if slot >= 0:
             self._slots.give(slot)
+        seat = self._seats.get(report.worker)
+        if seat is not None and seat.incarnation == report.incarnation:
+            self._count_failed_start(seat, report)
+            self._empty(seat)
+            self._pending.append(Lost(seat.worker, ending(report.status)))
+
+    def _empty(self, seat: _Seat) -> None:
+        """The process has ended; the seat waits for another."""
+        if seat.slot >= 0:
+            self._slots.give(seat.slot)
+        seat.slot, seat.pid = -1, 0
+        self._idle.pop(seat.worker, None)
+        self._starting.pop(seat.worker, None)
 
     # What can go wrong at the start
 
@@ -381,12 +394,18 @@ class Processes:
         return min(self._starting.values()) + START_TIMEOUT_S - time.monotonic()
 
     def _give_up_late_starts(self) -> None:
-        limit = self._start_limit()
-        if limit is not None and limit <= 0:
+        """Reports workers that take too long; an error if there is no other."""
+        moment = time.monotonic() - START_TIMEOUT_S
+        late = [w for w, since in self._starting.items() if since <= moment]
+        text = f"no word from a new worker for {START_TIMEOUT_S:.0f} s"
+        if late and not any(self.pids()):
             raise StartError(
-                f"no word from a new worker for {START_TIMEOUT_S:.0f} s; its imports "
-                f"({', '.join(self._modules)}) may hang, or the machine be overloaded"
+                f"{text}; its imports ({', '.join(self._modules)}) may hang, or the "
+                "machine be overloaded"
             )
+        for worker in late:
+            del self._starting[worker]
+            self._pending.append(Lost(worker, text))
 
     def _count_failed_start(self, seat: _Seat, report: Report) -> None:
         self._start_failures += not seat.pid
@@ -411,10 +430,10 @@ class Processes:
         os.close(self._reports)
         self._orders.close()
         self._start_template()
-        for worker, seat in list(self._seats.items()):
-            self._vacate(worker)
-            self._start_worker(worker, seat.incarnation + 1)
-            self._pending.append(Lost(worker, f"its template's {reason}"))
+        self._pending = [e for e in self._pending if not isinstance(e, Lost)]
+        for seat in self._seats.values():
+            self._empty(seat)
+            self._pending.append(Lost(seat.worker, f"its template's {reason}"))
         for slot in self._leaving.values():
             self._slots.give(slot)
         self._leaving.clear()
@@ -422,24 +441,20 @@ class Processes:
     # Averaging large vectors
 
     def _average_in_workers(
-        self,
-        offsets: list[int],
-        weights: Sequence[float],
-        result: int,
-        slots: Rows,
-    ) -> None:
-        """Each idle worker combines its part of all slots into the result's."""
-        layout = self._layout
-        assert layout is not None
-        waiting: dict[int, tuple[int, int]] = {}
+        self, offsets: list[int], weights: Sequence[float], result: int
+    ) -> bool:
+        """Each idle worker combines its part of all slots into the result's.
+
+        Returns whether all have done so in time.
+        """
+        assert self._layout is not None
+        numbers = dict[int, int]()
         for worker, part in zip(self._idle.copy(), self._parts(), strict=False):
-            waiting[worker] = part
             self._slots.hold(result)
-            plan = layout, offsets, list(weights), result, part
+            plan = self._layout, offsets, list(weights), result, part
             self._send_plan(worker, pickle.dumps(plan), result)
-        for part in self._unaveraged(waiting):
-            out = self._slots.array(result)
-            reduce_slots(slots, weights, layout, out, part)
+            numbers[worker] = self._number
+        return self._are_averaged(numbers)
 
     def _parts(self) -> list[tuple[int, int]]:
         assert self._layout is not None
@@ -451,25 +466,20 @@ class Processes:
         self._seats[worker].outbox.at_least(len(plan))[: len(plan)] = plan
         self._command(worker, Op.AVERAGE, result, plan=len(plan))
 
-    def _unaveraged(self, waiting: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
-        """Waits for the parts; returns those whose worker was lost or too slow."""
-        numbers = {worker: self._seats[worker].number for worker in waiting}
-        deadline = time.monotonic() + AVERAGE_TIMEOUT_S
-        while self._busy_with(numbers) and time.monotonic() < deadline:
-            self._receive(deadline - time.monotonic())
-        late = self._busy_with(numbers)
-        lost = {e.worker for e in self._pending if isinstance(e, Lost)}
-        for worker in late:
-            self.replace(worker)
-        return [waiting[worker] for worker in waiting if worker in {*late, *lost}]
-
-    def _busy_with(self, numbers: dict[int, int]) -> list[int]:
-        """Workers that still carry out the command of this number."""
-        return [
-            worker
-            for worker, number in numbers.items()
-            if self._seats[worker].number == number and self._seats[worker].pid
-        ]
+    def _are_averaged(self, numbers: dict[int, int]) -> bool:
+        """Waits for the workers with these commands; False if one is late or lost."""
+        assert self._layout is not None
+        nbytes = self._layout.nbytes * len(self._slot_of)
+        deadline = time.monotonic() + AVERAGE_MOMENT_S + nbytes / AVERAGE_BYTES_PER_S
+        seats = {worker: self._seats[worker] for worker in numbers}
+        while True:
+            if any(not seat.pid for seat in seats.values()):
+                return False
+            if all(seats[w].number != number for w, number in numbers.items()):
+                return True
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            self._receive(left)
 
 
 def worker_environment(threads: int) -> dict[str, str]:

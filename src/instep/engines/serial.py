@@ -66,6 +66,9 @@ class Serial:
     def idle(self) -> list[int]:
         return [] if self._task else [_WORKER]
 
+    def busy(self) -> list[int]:
+        return [_WORKER] if self._task else []
+
     def submit(self, worker: int, task: Task) -> None:
         self._task = task
 
