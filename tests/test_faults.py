@@ -302,20 +302,6 @@ def test_a_worker_that_stops_while_averaging_is_replaced():
         )
 
 
-def test_a_successor_that_does_not_start_leaves_the_others_at_work(monkeypatch):
-    with make(toy, workers=2, shards=4) as pool:
-        expected = started(pool, ONE, ROWS)(ONE, ROWS)
-        template = template_of(pool)
-        template.suspend()  # it starts nobody
-        os.kill(pool.statistics().pids[0], signal.SIGKILL)
-        template.resume()
-        monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.0)
-        for _ in range(20):
-            assert pool(ONE, ROWS) == expected
-        monkeypatch.undo()
-        assert started(pool, ONE, ROWS)(ONE, ROWS) == expected
-
-
 # A worker that hangs
 
 
@@ -420,6 +406,43 @@ def test_workers_that_end_while_starting_are_an_error_not_a_loop(workers):
         with pytest.raises(instep.PoolBrokenError, match="exit code 5"):
             pool(ONE, ROWS)
         assert pool.statistics().pids == ()
+
+
+class WaitsAtArrival:
+    """Hangs where it is unpickled, while the file is there."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __getstate__(self):
+        return {"path": self.path}
+
+    def __setstate__(self, state):
+        self.path = state["path"]
+        while self.path.exists():
+            time.sleep(0.01)
+
+
+def test_a_successor_that_does_not_start_leaves_the_others_at_work(
+    monkeypatch, tmp_path
+):
+    waits = WaitsAtArrival(tmp_path / "hangs")
+
+    def fun(w, x):
+        assert waits
+        return toy(w, x)
+
+    with make(fun, workers=2, shards=4) as pool:
+        expected = started(pool, ONE, ROWS)(ONE, ROWS)
+        waits.path.touch()
+        monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.3)
+        os.kill(pool.statistics().pids[0], signal.SIGKILL)
+        wait_until(
+            lambda: pool(ONE, ROWS) == expected and pool.statistics().workers_lost >= 3,
+            "the successor is not given up",
+        )
+        waits.path.unlink()
+        assert started(pool, ONE, ROWS)(ONE, ROWS) == expected
 
 
 def test_an_exception_at_the_start_arrives_with_its_traceback():

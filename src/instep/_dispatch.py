@@ -74,13 +74,11 @@ class Dispatcher:
         call = _Call(tasks, Schedule(len(tasks), self._workers, self._retries))
         self._since.clear()
         self._pace.begin()
-        for event in self._engine.wait(0):  # deaths between the calls
-            self._handle(event, call)
+        self._handle_all(self._engine.wait(0), call)  # deaths between the calls
         self._limit_stragglers()
         while not call.schedule.is_finished:
             idle = self._assign(call)
-            for event in self._engine.wait(self._time_left(idle, call)):
-                self._handle(event, call)
+            self._handle_all(self._engine.wait(self._time_left(idle, call)), call)
             self._replace_overdue(call)
         self.counters.shards_recomputed += call.schedule.recomputed
         return [call.answers[shard] for shard in range(len(tasks))]
@@ -124,6 +122,17 @@ class Dispatcher:
         moment = time.monotonic() - limit
         late = [w for w in call.schedule.alone() if self._since[w] <= moment]
         return sorted(late, key=self._since.__getitem__)
+
+    def _handle_all(self, events: Sequence[Event], call: _Call) -> None:
+        """Handles events; those after an error are deaths to remember, or nothing."""
+        rest = iter(events)
+        try:
+            for event in rest:
+                self._handle(event, call)
+        finally:
+            for event in rest:
+                if isinstance(event, Lost):
+                    self._replace(event.worker, call)
 
     def _handle(self, event: Event, call: _Call) -> None:
         self._due.pop(event.worker, None)

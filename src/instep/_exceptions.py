@@ -19,22 +19,17 @@ def pack_error(error: BaseException) -> bytes:
     text survive; what cannot travel at all is quoted by a WorkerError.
     """
     text = "".join(traceback.format_exception(error))
-    quoted = WorkerError(f"{type(error).__name__}: {error}")
-    for parts in (error, (type(error), error.args, vars(error)), quoted):
-        try:
-            packed: bytes = cloudpickle.dumps((parts, text))
-            copy, _ = unpack_error(packed)
-        except Exception:
-            continue
-        if parts is not error or str(copy) == str(error):
-            return packed
-    raise AssertionError("a WorkerError always travels")
+    quote = f"{type(error).__name__}: {_text_of(error)}"
+    return pickle.dumps((text, quote, _pickled(error)))
 
 
 def unpack_error(packed: bytes) -> tuple[BaseException, str]:
     """The exception and the text of its traceback."""
-    parts, text = pickle.loads(packed)
-    return parts if isinstance(parts, BaseException) else _rebuild(*parts), text
+    text, quote, pickled = pickle.loads(packed)
+    try:
+        return _unpickled(pickled), text
+    except Exception:  # its class may be one that only the worker could import
+        return WorkerError(quote), text
 
 
 def with_origin(error: BaseException, text: str, where: str) -> BaseException:
@@ -43,6 +38,31 @@ def with_origin(error: BaseException, text: str, where: str) -> BaseException:
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"This happened in {where}.")
     return error
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception in a form that unpickles; empty if there is none."""
+    for parts in (error, (type(error), error.args, vars(error))):
+        try:
+            pickled: bytes = cloudpickle.dumps(parts)
+            copy = _unpickled(pickled)
+        except Exception:
+            continue
+        if parts is not error or _text_of(copy) == _text_of(error):
+            return pickled
+    return b""
+
+
+def _unpickled(pickled: bytes) -> BaseException:
+    parts = pickle.loads(pickled)
+    return parts if isinstance(parts, BaseException) else _rebuild(*parts)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be had: {type(failure).__name__})"
 
 
 def _rebuild(

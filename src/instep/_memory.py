@@ -8,11 +8,13 @@ cache.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 
 _PAGE = mmap.PAGESIZE
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
@@ -42,8 +44,10 @@ class Block:
             MemoryError: the system has no room for it.
         """
         if self._map is None or self._nbytes < nbytes:
-            self._nbytes = _grow(self.fd, max(nbytes, _PAGE))
-            self._map = mmap.mmap(self.fd, self._nbytes)
+            size = _grow(self.fd, max(nbytes, _PAGE))
+            with _no_room(size):
+                self._map = mmap.mmap(self.fd, size)
+            self._nbytes = size
         return memoryview(self._map)
 
     def close(self) -> None:
@@ -55,9 +59,10 @@ class Block:
 
 def _anonymous_file() -> int:
     try:
-        return os.memfd_create("instep", os.MFD_CLOEXEC)
+        fd = os.memfd_create("instep", os.MFD_CLOEXEC)
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError):
+            _check_descriptors(error)
             warnings.warn(
                 f"instep could not get shared memory ({error}); it uses an unlinked "
                 f"file in {tempfile.gettempdir()} instead, which may be slower",
@@ -65,6 +70,17 @@ def _anonymous_file() -> int:
                 stacklevel=2,
             )
         return _unlinked_file()
+    os.fchmod(fd, 0o600)  # it has no name to be opened by; this is to be tidy
+    return fd
+
+
+def _check_descriptors(error: OSError) -> None:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: a pool needs 2 file descriptors for each worker and "
+            "10 besides; use fewer workers, or raise the limit (ulimit -n)",
+        ) from error
 
 
 def _unlinked_file() -> int:
@@ -78,13 +94,21 @@ def _grow(fd: int, nbytes: int) -> int:
     if size >= nbytes:
         return size
     nbytes = -(-nbytes // _PAGE) * _PAGE
-    try:
+    with _no_room(nbytes):
         # A page that is only promised would end the process by SIGBUS at its first
         # write; a reserved one fails here, where it can be said.
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)
         else:
             os.ftruncate(fd, nbytes)
+    return nbytes
+
+
+@contextlib.contextmanager
+def _no_room(nbytes: int) -> Iterator[None]:
+    """Makes a MemoryError that says how much was wanted of the system's."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -92,4 +116,3 @@ def _grow(fd: int, nbytes: int) -> int:
             f"no room for {nbytes:,} bytes of shared memory ({error.strerror}); try "
             "smaller batches or fewer shards"
         ) from error
-    return nbytes

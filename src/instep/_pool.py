@@ -28,6 +28,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a fork of this process: a lock may be held by a thread that is not here."""
+    for pool in _pools:
+        pool._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of one call over the whole batch.
@@ -61,6 +74,7 @@ class Pool:
     def __init__(self, program: Program, options: Options) -> None:
         self._options = options
         self._lock = threading.RLock()
+        _pools.add(self)
         self._owner = os.getpid()
         self._steps = self._version = self._bytes_moved = self._rows = 0
         self._layout = Layout.of([])
@@ -184,8 +198,13 @@ class Pool:
             self._splitter = Splitter(self._shards)
 
     def close(self) -> None:
-        """Ends the workers and frees their memory. Calling it twice is fine."""
-        self._closer()
+        """Ends the workers and frees their memory. Calling it twice is fine.
+
+        A step in another thread ends with a PoolClosedError.
+        """
+        self._engine.interrupt()
+        with self._lock:
+            self._closer()
 
     def __enter__(self) -> Self:
         return self

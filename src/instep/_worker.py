@@ -98,10 +98,10 @@ class _Desk:
         return Command.unpack(record) if record else None
 
     def _obey(self, command: Command) -> None:
-        if command.op == Op.AVERAGE:
-            self._average(command)
-            return
         try:
+            if command.op == Op.AVERAGE:
+                self._average(command)
+                return
             params = self._params.at_least(command.params.nbytes), command.params
             batch = self._batch.at_least(command.batch.nbytes), command.batch
             slot = self._slots.at_least(command.slots_nbytes), command.slot

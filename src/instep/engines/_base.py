@@ -107,5 +107,8 @@ class Engine(Protocol):
     def pids(self) -> tuple[int, ...]:
         """Process ids of the workers that live."""
 
+    def interrupt(self) -> None:
+        """Has a `wait` in another thread end with a PoolClosedError; close follows."""
+
     def close(self) -> None:
         """Ends everything. Calling it twice is fine."""

@@ -22,11 +22,12 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instep._errors import EngineUnavailableError, StartError
+from instep._errors import EngineUnavailableError, PoolClosedError, StartError
 from instep._exceptions import unpack_error
 from instep._frame import FrameRef, FrameWriter, aligned
 from instep._layout import Layout
@@ -109,11 +110,9 @@ class Processes:
             self._start_failures = 0
         self._program = Block.create()
         self._program.at_least(len(text))[: len(text)] = text
-        for worker in range(workers):
-            if worker in self._seats:
-                self.replace(worker)
-            else:
-                self._start_worker(worker, 0)
+        for worker in list(self._seats):
+            self.replace(worker)
+        self.resize(workers)
 
     def _open(self) -> None:
         """Memory for the workers and the template to fork them from."""
@@ -127,6 +126,8 @@ class Processes:
         self._number = 0
         self._oldest = 0  # commands with a lower number are forgotten
         self._start_failures = 0
+        self._are_missing = self._is_closing = self._is_receiving = False
+        self._workers = 0
         self._layout: Layout | None = None
         self._blocks = [Block.create() for _ in range(3)]
         self._params = FrameWriter(self._blocks[0])
@@ -137,6 +138,8 @@ class Processes:
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
         self._oldest = self._number + 1
+        if self._are_missing:
+            self._start_missing()
         for _, slot in sorted(self._slot_of.items()):
             self._slots.give(slot)
         self._slot_of.clear()
@@ -181,11 +184,21 @@ class Processes:
         return self._params.resident()
 
     def resize(self, workers: int) -> None:
-        for worker in range(workers):
-            if worker not in self._seats:
-                self._start_worker(worker, self._incarnations.get(worker, 0))
+        self._workers = workers
+        self._start_missing()
         for worker in [w for w in self._seats if w >= workers]:
             self._dismiss(worker)
+
+    def _start_missing(self) -> None:
+        """Starts workers in seats that are empty, if nobody is told to do so."""
+        told = {event.worker for event in self._pending if isinstance(event, Lost)}
+        for worker in range(self._workers):
+            seat = self._seats.get(worker)
+            if seat is None:
+                self._start_worker(worker, self._incarnations.get(worker, 0))
+            elif not seat.pid and worker not in {*self._starting, *told}:
+                self.replace(worker)
+        self._are_missing = False
 
     def replace(self, worker: int) -> None:
         self._dismiss(worker)
@@ -209,24 +222,32 @@ class Processes:
         # A list first: other threads may ask, and seats change.
         return tuple(seat.pid for seat in list(self._seats.values()) if seat.pid)
 
-    def close(self) -> None:
-        if self._template is None or os.getpid() != self._owner:
+    def interrupt(self) -> None:
+        if self._template is None or os.getpid() != self._owner or self._is_closing:
             return  # closed, or a fork of the master is ending: not its to close
-        template, self._template = self._template, None
+        self._is_closing = True
         if not any(self.pids()):  # it may still import, and hear nothing meanwhile
-            template.kill()
-        for worker in list(self._seats):
-            self._vacate(worker)
+            self._template.kill()
         # The template then kills its workers and ends. Closing would not be enough
         # where a fork of the master has the socket too.
-        self._orders.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it has ended before
+            self._orders.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.interrupt()
+        if self._template is None or os.getpid() != self._owner:
+            return
+        template, self._template = self._template, None
+        for worker in list(self._seats):
+            self._vacate(worker)
         self._orders.close()
         try:
             template.wait(timeout=5)
         except subprocess.TimeoutExpired:
             template.kill()  # the kernel then kills the workers
             template.wait()
-        os.close(self._reports)
+        if not self._is_receiving:  # else a signal's handler closes in mid-step
+            os.close(self._reports)
         for block in (*self._blocks, self._program):
             block.close()
         del self._params, self._batch, self._slots  # they hold views of the blocks
@@ -269,8 +290,13 @@ class Processes:
         )
 
     def _start_worker(self, worker: int, incarnation: int) -> None:
-        commands, write_end = os.pipe()
+        self._are_missing = True  # should this fail
         outbox = Block.create()
+        try:
+            commands, write_end = os.pipe()
+        except OSError:
+            outbox.close()
+            raise
         seat = _Seat(worker, incarnation, write_end, outbox)
         self._seats[worker] = seat
         self._starting[worker] = time.monotonic()
@@ -322,7 +348,11 @@ class Processes:
         if limit is not None and not self._poll.poll(max(0, 1000 * limit)):
             self._give_up_late_starts()
             return
-        records = os.read(self._reports, 64 * REPORT_NBYTES)
+        self._is_receiving = True
+        try:
+            records = os.read(self._reports, 64 * REPORT_NBYTES)
+        finally:
+            self._is_receiving = False
         if not records:
             self._restart_template()
         for start in range(0, len(records), REPORT_NBYTES):
@@ -352,6 +382,8 @@ class Processes:
         self._idle[seat.worker] = None
         slot, seat.slot, seat.number = seat.slot, -1, 0
         is_wanted = report.number >= self._oldest
+        if report.kind == Kind.FAILED and seat.shard < 0:
+            self._average_failed, is_wanted = True, False
         if report.kind == Kind.DONE and is_wanted and seat.shard not in self._slot_of:
             self._slot_of[seat.shard] = slot  # of a shard's answers the first counts
         else:
@@ -363,9 +395,7 @@ class Processes:
         elif report.kind == Kind.FAILED:
             self._pending.append(Failed(seat.worker, *_error(seat, report)))
         else:
-            aux = _read(seat, report)
-            done = Done(seat.worker, report.loss, report.weight, aux, report.seconds)
-            self._pending.append(done)
+            self._pending.append(_done(seat, report))
 
     def _note_end(self, report: Report) -> None:
         slot = self._leaving.pop((report.worker, report.incarnation), -1)
@@ -382,6 +412,7 @@ class Processes:
         if seat.slot >= 0:
             self._slots.give(seat.slot)
         seat.slot, seat.pid = -1, 0
+        self._are_missing = True
         self._idle.pop(seat.worker, None)
         self._starting.pop(seat.worker, None)
 
@@ -419,13 +450,17 @@ class Processes:
 
     def _restart_template(self) -> None:
         """The template has ended and all workers with it: starts them anew."""
-        assert self._template is not None
+        if self._template is None:
+            os.close(self._reports)
+        if self._template is None or self._is_closing:
+            raise PoolClosedError("the pool was closed during this call")
         reason = ending(self._template.wait())
         self._start_failures += not any(self.pids())
         if self._start_failures >= START_FAILURES:
             raise StartError(
                 f"the process that starts the workers ended with {reason}, "
-                f"{self._start_failures} times; see its output above"
+                f"{self._start_failures} times; it only imports "
+                f"{', '.join(self._modules)}: try that in a Python of its own"
             )
         os.close(self._reports)
         self._orders.close()
@@ -448,7 +483,7 @@ class Processes:
         Returns whether all have done so in time.
         """
         assert self._layout is not None
-        numbers = dict[int, int]()
+        numbers, self._average_failed = dict[int, int](), False
         for worker, part in zip(self._idle.copy(), self._parts(), strict=False):
             self._slots.hold(result)
             plan = self._layout, offsets, list(weights), result, part
@@ -464,6 +499,7 @@ class Processes:
 
     def _send_plan(self, worker: int, plan: bytes, result: int) -> None:
         self._seats[worker].outbox.at_least(len(plan))[: len(plan)] = plan
+        self._seats[worker].shard = -1
         self._command(worker, Op.AVERAGE, result, plan=len(plan))
 
     def _are_averaged(self, numbers: dict[int, int]) -> bool:
@@ -473,7 +509,7 @@ class Processes:
         deadline = time.monotonic() + AVERAGE_MOMENT_S + nbytes / AVERAGE_BYTES_PER_S
         seats = {worker: self._seats[worker] for worker in numbers}
         while True:
-            if any(not seat.pid for seat in seats.values()):
+            if self._average_failed or not all(seat.pid for seat in seats.values()):
                 return False
             if all(seats[w].number != number for w, number in numbers.items()):
                 return True
@@ -512,10 +548,15 @@ def _earliest(first: float | None, second: float | None) -> float | None:
     return min(limits) if limits else None
 
 
-def _read(seat: _Seat, report: Report) -> Any:
-    if not report.nbytes:
-        return None
-    return pickle.loads(seat.outbox.at_least(report.nbytes)[: report.nbytes])
+def _done(seat: _Seat, report: Report) -> Done | Failed:
+    aux = None
+    if report.nbytes:
+        try:
+            aux = pickle.loads(seat.outbox.at_least(report.nbytes)[: report.nbytes])
+        except Exception as error:  # a class that only the worker could import
+            text = "".join(traceback.format_exception(error))
+            return Failed(seat.worker, error, text)
+    return Done(seat.worker, report.loss, report.weight, aux, report.seconds)
 
 
 def _error(seat: _Seat, report: Report) -> tuple[BaseException, str]:

@@ -103,6 +103,9 @@ class Serial:
     def pids(self) -> tuple[int, ...]:
         return ()
 
+    def interrupt(self) -> None:
+        pass  # a loss in this process cannot be interrupted
+
     def close(self) -> None:
         self._task = None
 

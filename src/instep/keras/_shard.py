@@ -69,7 +69,7 @@ def shard_loss(
         "loss": loss,
         "predictions": wanted,
         "masks": tree.map_structure(backend.get_keras_mask, wanted),
-        "updates": updates,
+        "updates": tuple(map(tuple, updates)),  # no lists: those are rows
     }
     scaled = loss if scale is None else loss * ops.cast(scale, loss.dtype)
     if combine is Combine.OWN:

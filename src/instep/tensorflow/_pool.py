@@ -184,7 +184,9 @@ class GradientPool(Pool):
             if gradient is None:
                 grads.append(None)
             elif isinstance(gradient, tuple):
-                grads.append(tf.IndexedSlices(*next(slices), tf.shape(variable)))
+                values, indices = map(tf.convert_to_tensor, next(slices))
+                shape = tf.shape(variable)
+                grads.append(tf.IndexedSlices(values, indices, shape))
             else:
                 grads.append(tf.convert_to_tensor(next(rest)))
         return grads
