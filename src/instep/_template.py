@@ -74,7 +74,7 @@ class _Template:
         self._run_worker = run_worker
         self._children: dict[int, tuple[int, int]] = {}  # pid -> worker, incarnation
         self._wakeup, self._wakeup_end = os.pipe()
-        self._master = _open_process(setup.master)
+        self._master = open_process(setup.master)
 
     def serve(self) -> None:
         os.set_blocking(self._wakeup_end, False)
@@ -185,7 +185,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _open_process(pid: int) -> int | None:
+def open_process(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None if unsupported.
 
     Elsewhere the closed socket says it, unless a fork of the master keeps it open.

@@ -37,7 +37,7 @@ from instep._reduction import average_slots, present_views
 from instep._sharding import Batch
 from instep._ship import ship
 from instep._slots import Slots
-from instep._template import Setup
+from instep._template import Setup, open_process
 from instep._wire import REPORT_NBYTES, Command, ForkOrder, Kind, Op, Report
 from instep.engines._base import Done, Event, Failed, Lost, Ready
 
@@ -247,7 +247,7 @@ class Processes:
             template.kill()  # the kernel then kills the workers
             template.wait()
         if not self._is_receiving:  # else a signal's handler closes in mid-step
-            os.close(self._reports)
+            self._close_reports()
         for block in (*self._blocks, self._program):
             block.close()
         del self._params, self._batch, self._slots  # they hold views of the blocks
@@ -260,13 +260,22 @@ class Processes:
         self._poll.register(self._reports, select.POLLIN)
         self._orders, orders = socket.socketpair()
         setup = Block.create()
+        self._end_of_template: int | None = None
         try:
             self._template = self._popen(setup, report_fd, orders.fileno())
+            self._end_of_template = open_process(self._template.pid)
+            if self._end_of_template is not None:
+                self._poll.register(self._end_of_template, select.POLLIN)
         finally:
             # Only workers and template may hold these ends: their end is then seen.
             os.close(report_fd)
             orders.close()
             setup.close()
+
+    def _close_reports(self) -> None:
+        os.close(self._reports)
+        if self._end_of_template is not None:
+            os.close(self._end_of_template)
 
     def _popen(self, block: Block, report_fd: int, orders: int) -> Any:
         shared = self._blocks[0].fd, self._blocks[1].fd, self._blocks[2].fd
@@ -345,16 +354,19 @@ class Processes:
     def _receive(self, timeout: float | None) -> None:
         """Waits for reports and turns them into pending events."""
         limit = _earliest(timeout, self._start_limit())
-        if limit is not None and not self._poll.poll(max(0, 1000 * limit)):
-            self._give_up_late_starts()
-            return
         self._is_receiving = True
         try:
-            records = os.read(self._reports, 64 * REPORT_NBYTES)
+            milliseconds = None if limit is None else max(0, 1000 * limit)
+            ready = [fd for fd, _ in self._poll.poll(milliseconds)]
+            records = b""
+            if self._reports in ready:
+                records = os.read(self._reports, 64 * REPORT_NBYTES)
         finally:
             self._is_receiving = False
-        if not records:
+        if ready and not records:  # a child of a worker may hold the pipe open
             self._restart_template()
+        elif not ready:
+            self._give_up_late_starts()
         for start in range(0, len(records), REPORT_NBYTES):
             self._note(Report.unpack(records[start : start + REPORT_NBYTES]))
 
@@ -451,7 +463,7 @@ class Processes:
     def _restart_template(self) -> None:
         """The template has ended and all workers with it: starts them anew."""
         if self._template is None:
-            os.close(self._reports)
+            self._close_reports()
         if self._template is None or self._is_closing:
             raise PoolClosedError("the pool was closed during this call")
         reason = ending(self._template.wait())
@@ -462,7 +474,7 @@ class Processes:
                 f"{self._start_failures} times; it only imports "
                 f"{', '.join(self._modules)}: try that in a Python of its own"
             )
-        os.close(self._reports)
+        self._close_reports()
         self._orders.close()
         self._start_template()
         self._pending = [e for e in self._pending if not isinstance(e, Lost)]
