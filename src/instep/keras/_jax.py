@@ -20,7 +20,7 @@ from instep._check import Report
 from instep._values import Mean, Sum
 from instep.jax import value_and_grad
 from instep.keras._combine import Combine, Combiner
-from instep.keras._model import scale_of, unpacked, warn_if_all_are_frozen
+from instep.keras._model import scale_of, unpacked
 from instep.keras._reductions import Totals
 from instep.keras._shard import Data, measured, shard_loss
 from instep.keras._state import STRIDE, is_seed
@@ -183,13 +183,13 @@ class Steps:
     def _train(self, state: Any, data: Data, finish: Callable[..., Any]) -> Any:
         trainable, others, optimizer, metrics = state
         if not trainable:
-            warn_if_all_are_frozen()
             gradients, aux = [], self._evaluated(data, trainable, others, training=True)
         else:
             scale = self._scale(optimizer)
             arguments = self._arguments(data, trainable, others, True, scale)
             (_, aux), gradients = self.pool(*arguments)
         changed = aux.pop("state")
+        aux["masks"] = None  # Keras's own step loses them here; metrics are as there
         others = [
             changed[str(k)].astype(value.dtype) if str(k) in changed else value
             for k, value in enumerate(others)

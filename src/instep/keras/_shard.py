@@ -82,11 +82,14 @@ def measured(model: Any, data: Data, aux: dict[str, Any]) -> Any:
     replay(metrics_in_loss(model), aux["updates"])
     model._loss_tracker.update_state(aux["loss"], sample_weight=data.rows)
     x, y, sample_weight = data
-    predictions, masks = map(tree.flatten, (aux["predictions"], aux["masks"]))
-    for tensor, mask in zip(predictions, masks, strict=True):
-        if mask is not None:
-            backend.set_keras_mask(tensor, mask)
+    if aux["masks"] is not None:
+        tree.map_structure(_set_mask, aux["predictions"], aux["masks"])
     return model.compute_metrics(x, y, aux["predictions"], sample_weight=sample_weight)
+
+
+def _set_mask(prediction: Any, mask: Any) -> None:
+    if mask is not None:
+        backend.set_keras_mask(prediction, mask)
 
 
 def metrics_in_loss(model: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from keras import tree
 
 from instep._check import Report
 from instep.keras._combine import Combine, Combiner
+from instep.keras._flat import FlatFunction
 from instep.keras._model import scale_of, unpacked, warn_if_all_are_frozen
 from instep.keras._reductions import Totals
 from instep.keras._shard import Data, forward, measured, shard_loss
@@ -51,12 +52,12 @@ class Steps:
 
     def train_function(self) -> Function:
         """For `model.train_function`."""
-        finish = self._compiled(self._finish)
+        finish = self._flat(self._finish)
         return self._function(lambda data: self._train(data, finish))
 
     def test_function(self) -> Function:
         """For `model.test_function`."""
-        finish = self._compiled(lambda data, aux: measured(self._model, data, aux))
+        finish = self._flat(lambda data, aux: measured(self._model, data, aux))
         return self._function(lambda data: finish(data, self._evaluated(data, False)))
 
     def check(self, *batch: Any) -> Report:
@@ -119,6 +120,9 @@ class Steps:
             pairs = zip(gradients, model.trainable_weights, strict=True)
             model.optimizer.apply_gradients(pairs)
         return measured(model, data, aux)
+
+    def _flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self._model.run_eagerly else FlatFunction(function)
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self._model.run_eagerly:

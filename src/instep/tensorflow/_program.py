@@ -200,6 +200,8 @@ class _Runner:
             return lambda *values: None
         # Session.make_callable with a feed list goes through the slow Session.run.
         options = config_pb2.CallableOptions(feed=feeds, fetch=fetches)
+        # In the calling thread: a pool's thread would cost two wake-ups a call.
+        options.run_options.inter_op_thread_pool = -1
         options.target.extend(targets)
         return self._session._make_callable_from_options(options)  # type: ignore[no-any-return]
 
