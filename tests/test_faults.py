@@ -441,6 +441,7 @@ def test_a_successor_that_does_not_start_leaves_the_others_at_work(
             lambda: pool(ONE, ROWS) == expected and pool.statistics().workers_lost >= 3,
             "the successor is not given up",
         )
+        monkeypatch.undo()
         waits.path.unlink()
         assert started(pool, ONE, ROWS)(ONE, ROWS) == expected
 

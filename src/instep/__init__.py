@@ -2,6 +2,7 @@
 
     script                 pool.backward(x, y)                framework tensors
     adapter                numpy · torch · tensorflow · jax   tensors <-> flat arrays
+                           keras: model.fit, through one of the last three
     pool                   owns engine, step counter, seed; checks the batch
     sharding               batch -> shards (contiguous, weighted, any pytree)
     schedule               which worker computes which shard; stealing, retries

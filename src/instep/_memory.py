@@ -62,7 +62,8 @@ def _anonymous_file() -> int:
         fd = os.memfd_create("instep", os.MFD_CLOEXEC)
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError):
-            _check_descriptors(error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # a file would need a descriptor, too
             warnings.warn(
                 f"instep could not get shared memory ({error}); it uses an unlinked "
                 f"file in {tempfile.gettempdir()} instead, which may be slower",
@@ -72,15 +73,6 @@ def _anonymous_file() -> int:
         return _unlinked_file()
     os.fchmod(fd, 0o600)  # it has no name to be opened by; this is to be tidy
     return fd
-
-
-def _check_descriptors(error: OSError) -> None:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: a pool needs 2 file descriptors for each worker and "
-            "10 besides; use fewer workers, or raise the limit (ulimit -n)",
-        ) from error
 
 
 def _unlinked_file() -> int:

@@ -83,7 +83,9 @@ class Pool:
         self._broken: BaseException | None = None
         self._engine: Engine = make_engine(options.engine)
         self._dispatcher = Dispatcher(self._engine, options)
-        self._closer = weakref.finalize(self, self._engine.close)
+        self._closer = weakref.finalize(
+            self, _close, self._engine, self._lock, self._owner
+        )
         self._ship(program)
 
     def evaluate(self, *batch: Any) -> Any:
@@ -202,9 +204,7 @@ class Pool:
 
         A step in another thread ends with a PoolClosedError.
         """
-        self._engine.interrupt()
-        with self._lock:
-            self._closer()
+        self._closer()
 
     def __enter__(self) -> Self:
         return self
@@ -321,6 +321,19 @@ class Pool:
                 f"this pool belongs to process {self._owner} and cannot be used in "
                 f"its fork {os.getpid()}; make a pool there"
             )
+
+
+def _close(engine: Engine, lock: Any, owner: int) -> None:
+    """Ends a step in another thread, if there is one, and then everything."""
+    if os.getpid() != owner:  # a fork: not its engine, and nobody to give up the lock
+        return
+    engine.interrupt()
+    is_free = lock.acquire(timeout=5)  # by a thread that no longer runs, at exit
+    try:
+        engine.close()
+    finally:
+        if is_free:
+            lock.release()
 
 
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ template; the end of the master, however it comes, ends them all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import pickle
@@ -23,7 +24,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +92,8 @@ class Processes:
                 "use engine='serial', or run under WSL"
             )
         self._template: subprocess.Popen[bytes] | None = None
+        self._reports: int | None = None
+        self._end_of_template: int | None = None
         self._modules: tuple[str, ...] = ()
         self._threads = 0
         self._program = Block(-1)
@@ -129,12 +133,16 @@ class Processes:
         self._are_missing = self._is_closing = self._is_receiving = False
         self._workers = 0
         self._layout: Layout | None = None
-        self._blocks = [Block.create() for _ in range(3)]
-        self._params = FrameWriter(self._blocks[0])
-        self._batch = FrameWriter(self._blocks[1])
-        self._slots = Slots(self._blocks[2])
         self._slot_of: dict[int, int] = {}
-        self._start_template()
+        with _descriptors(), ExitStack() as opened:
+            self._blocks = [
+                opened.enter_context(closing(Block.create())) for _ in range(3)
+            ]
+            self._params = FrameWriter(self._blocks[0])
+            self._batch = FrameWriter(self._blocks[1])
+            self._slots = Slots(self._blocks[2])
+            self._start_template()
+            opened.pop_all()  # all is there: it stays
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
         self._oldest = self._number + 1
@@ -174,10 +182,13 @@ class Processes:
         if self._layout.nbytes < LARGE or not self._idle:
             return average_slots(slots, weights, self._layout)
         result = self._slots.take()
-        if self._average_in_workers(offsets, weights, result):
-            out = self._slots.lend(result)
-            return present_views(slots, self._layout, out)
-        self._slots.give(result)  # a late worker still holds it, and may write to it
+        try:
+            if self._average_in_workers(offsets, weights, result):
+                self._slots.hold(result)
+                out = self._slots.lend(result)
+                return present_views(slots, self._layout, out)
+        finally:
+            self._slots.give(result)  # a late worker may hold it still, and write to it
         return average_slots(slots, weights, self._layout)
 
     def resident(self) -> list[Array]:
@@ -255,27 +266,29 @@ class Processes:
     # Starting and ending processes
 
     def _start_template(self) -> None:
-        self._reports, report_fd = os.pipe()
-        self._poll = select.poll()
-        self._poll.register(self._reports, select.POLLIN)
-        self._orders, orders = socket.socketpair()
-        setup = Block.create()
-        self._end_of_template: int | None = None
-        try:
+        with ExitStack() as ours, ExitStack() as theirs:
+            self._reports, report_fd = os.pipe()
+            ours.callback(self._close_reports)
+            # Only workers and template may hold these ends: their end is then seen.
+            theirs.callback(os.close, report_fd)
+            self._orders, orders = socket.socketpair()
+            ours.callback(self._orders.close)
+            theirs.callback(orders.close)
+            setup = theirs.enter_context(closing(Block.create()))
             self._template = self._popen(setup, report_fd, orders.fileno())
             self._end_of_template = open_process(self._template.pid)
-            if self._end_of_template is not None:
-                self._poll.register(self._end_of_template, select.POLLIN)
-        finally:
-            # Only workers and template may hold these ends: their end is then seen.
-            os.close(report_fd)
-            orders.close()
-            setup.close()
+            self._poll = select.poll()
+            for fd in (self._reports, self._end_of_template):
+                if fd is not None:
+                    self._poll.register(fd, select.POLLIN)
+            ours.pop_all()  # all is there: it stays
 
     def _close_reports(self) -> None:
-        os.close(self._reports)
-        if self._end_of_template is not None:
-            os.close(self._end_of_template)
+        fds = self._reports, self._end_of_template
+        self._reports = self._end_of_template = None
+        for fd in fds:
+            if fd is not None:
+                os.close(fd)
 
     def _popen(self, block: Block, report_fd: int, orders: int) -> Any:
         shared = self._blocks[0].fd, self._blocks[1].fd, self._blocks[2].fd
@@ -300,12 +313,10 @@ class Processes:
 
     def _start_worker(self, worker: int, incarnation: int) -> None:
         self._are_missing = True  # should this fail
-        outbox = Block.create()
-        try:
+        with _descriptors(), ExitStack() as opened:
+            outbox = opened.enter_context(closing(Block.create()))
             commands, write_end = os.pipe()
-        except OSError:
-            outbox.close()
-            raise
+            opened.pop_all()
         seat = _Seat(worker, incarnation, write_end, outbox)
         self._seats[worker] = seat
         self._starting[worker] = time.monotonic()
@@ -359,7 +370,7 @@ class Processes:
             milliseconds = None if limit is None else max(0, 1000 * limit)
             ready = [fd for fd, _ in self._poll.poll(milliseconds)]
             records = b""
-            if self._reports in ready:
+            if self._reports is not None and self._reports in ready:
                 records = os.read(self._reports, 64 * REPORT_NBYTES)
         finally:
             self._is_receiving = False
@@ -476,7 +487,11 @@ class Processes:
             )
         self._close_reports()
         self._orders.close()
-        self._start_template()
+        try:
+            with _descriptors():
+                self._start_template()
+        except OSError as error:
+            raise StartError(f"workers cannot be started again: {error}") from error
         self._pending = [e for e in self._pending if not isinstance(e, Lost)]
         for seat in self._seats.values():
             self._empty(seat)
@@ -553,6 +568,21 @@ def ending(status: int) -> str:
         return f"signal {-status} ({signal.Signals(-status).name})"
     except ValueError:
         return f"signal {-status}"
+
+
+@contextlib.contextmanager
+def _descriptors() -> Iterator[None]:
+    """Says what to do where there are none left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: a pool needs 2 file descriptors for each worker and 10 "
+            "besides; use fewer workers, or raise the limit (ulimit -n)",
+        ) from error
 
 
 def _earliest(first: float | None, second: float | None) -> float | None:
