@@ -580,7 +580,7 @@ def _descriptors() -> Iterator[None]:
             raise
         raise OSError(
             error.errno,
-            f"{error.strerror}: a pool needs 2 file descriptors for each worker and 10 "
+            f"{error.strerror}: a pool needs 3 file descriptors for each worker and 12 "
             "besides; use fewer workers, or raise the limit (ulimit -n)",
         ) from error
 
