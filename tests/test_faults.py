@@ -408,41 +408,46 @@ def test_workers_that_end_while_starting_are_an_error_not_a_loop(workers):
         assert pool.statistics().pids == ()
 
 
-class WaitsAtArrival:
-    """Hangs where it is unpickled, while the file is there."""
+class TrapAtArrival:
+    """Hangs, or ends the process, where it is unpickled while its file is there."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, hangs):
+        self.path, self.hangs = path, hangs
 
     def __getstate__(self):
-        return {"path": self.path}
+        return vars(self)
 
     def __setstate__(self, state):
-        self.path = state["path"]
+        vars(self).update(state)
         while self.path.exists():
+            if not self.hangs:
+                os._exit(3)
             time.sleep(0.01)
 
 
-def test_a_successor_that_does_not_start_leaves_the_others_at_work(
-    monkeypatch, tmp_path
+@pytest.mark.parametrize("hangs", [True, False])
+def test_successors_that_do_not_start_leave_the_others_at_work(
+    monkeypatch, tmp_path, hangs
 ):
-    waits = WaitsAtArrival(tmp_path / "hangs")
+    trap = TrapAtArrival(tmp_path / "trap", hangs)
 
     def fun(w, x):
-        assert waits
+        assert trap
         return toy(w, x)
 
     with make(fun, workers=2, shards=4) as pool:
         expected = started(pool, ONE, ROWS)(ONE, ROWS)
-        waits.path.touch()
+        trap.path.touch()
         monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.3)
         os.kill(pool.statistics().pids[0], signal.SIGKILL)
         wait_until(
             lambda: pool(ONE, ROWS) == expected and pool.statistics().workers_lost >= 3,
             "the successor is not given up",
         )
+        for _ in range(10):
+            assert pool(ONE, ROWS) == expected
         monkeypatch.undo()
-        waits.path.unlink()
+        trap.path.unlink()
         assert started(pool, ONE, ROWS)(ONE, ROWS) == expected
 
 

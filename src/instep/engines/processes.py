@@ -426,9 +426,10 @@ class Processes:
             self._slots.give(slot)
         seat = self._seats.get(report.worker)
         if seat is not None and seat.incarnation == report.incarnation:
-            self._count_failed_start(seat, report)
+            has_failed = self._has_failed_start(seat, report)
             self._empty(seat)
-            self._pending.append(Lost(seat.worker, ending(report.status)))
+            if not has_failed:  # else the next call tries again
+                self._pending.append(Lost(seat.worker, ending(report.status)))
 
     def _empty(self, seat: _Seat) -> None:
         """The process has ended; the seat waits for another."""
@@ -461,15 +462,18 @@ class Processes:
             del self._starting[worker]
             self._pending.append(Lost(worker, text))
 
-    def _count_failed_start(self, seat: _Seat, report: Report) -> None:
+    def _has_failed_start(self, seat: _Seat, report: Report) -> bool:
+        """Whether too many have ended while starting; an error if no other lives."""
         self._start_failures += not seat.pid
-        if self._start_failures >= START_FAILURES:
+        has_failed = not seat.pid and self._start_failures >= START_FAILURES
+        if has_failed and not any(self.pids()):
             raise StartError(
                 f"{self._start_failures} workers in a row ended while starting, the "
                 f"last with {ending(report.status)}. The system may be out of memory, "
                 "or loading the loss may end the process; try "
                 "engine='serial' to see it happen in this process."
             )
+        return has_failed
 
     def _restart_template(self) -> None:
         """The template has ended and all workers with it: starts them anew."""
