@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import subprocess
 import sys
@@ -53,7 +54,12 @@ def test_the_parallel_script_follows_the_plain_one():
 @pytest.mark.guard(120)
 @pytest.mark.parametrize(
     ("name", "percent"),
-    [("digits_tensorflow.py", 97), ("digits_torch.py", 98), ("digits_jax.py", 97)],
+    [
+        ("digits_tensorflow.py", 97),
+        ("digits_torch.py", 98),
+        ("digits_jax.py", 97),
+        ("digits_keras.py", 97),
+    ],
 )
 def test_digits_are_read_from_scans_never_seen(name, percent):
     output = run_example(name)
@@ -74,6 +80,22 @@ def test_scipy_finds_the_curve():
     # 200,000 rows leave standard errors below 0.01.
     for true, fitted in rows:
         assert float(fitted) == pytest.approx(float(true), abs=0.05)
+
+
+@pytest.mark.guard(240)
+def test_the_page_on_keras_runs_from_top_to_bottom():
+    page = (EXAMPLES.parent / "docs" / "keras.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 5
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        env={**os.environ, "KERAS_BACKEND": "tensorflow"},
+        capture_output=True,
+        text=True,
+        timeout=230,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "gives the whole batch's loss and gradient" in result.stdout
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)

@@ -600,6 +600,7 @@ def test_aux_follows_its_rules_and_stays_of_jax(aux_pool):
     def loss(w, x):
         aux = {
             "count": instep.Sum(len(x)),
+            "ends": instep.Mean(jnp.array([x.min(), x.max()])),
             "rows": (10 * x).astype(int),
             "highest": x.max(),
             "integer": jnp.int32(x.shape[0]),
@@ -613,6 +614,7 @@ def test_aux_follows_its_rules_and_stays_of_jax(aux_pool):
     assert (aux["count"], aux["text"], aux["none"]) == (5, "unit", None)
     assert bits(aux["rows"]) == bits(jnp.array([0, 10, 20, 30, 40]))
     assert aux["highest"] == np.float32((3 * 2.0 + 2 * 4.0) / 5)
+    assert bits(aux["ends"]) == bits(jnp.array([(3 * 0 + 2 * 3) / 5, aux["highest"]]))
     assert aux["integer"] == np.float32((3 * 3 + 2 * 2) / 5)
     assert all(isinstance(aux[k], jax.Array) for k in ("rows", "highest", "integer"))
 
@@ -874,6 +876,7 @@ def test_aux_and_keys_work_inside_jit(aux_pool):
     def loss(w, x, key):
         drawn = jax.random.uniform(key, x.shape)
         aux = {"drawn": drawn, "size": len(x), "sum": instep.Sum(jnp.int32(len(x)))}
+        aux["ends"] = instep.Mean(jnp.array([x.min(), x.max()]))
         return toy(w, x), {**aux, "text": "unit", "key": jax.random.split(key, len(x))}
 
     @jax.jit
@@ -889,6 +892,7 @@ def test_aux_and_keys_work_inside_jit(aux_pool):
     assert bits(traced[2]["drawn"]) == bits(aux["drawn"])
     assert (traced[2]["size"], aux["size"]) == (np.float32(13 / 5), 13 / 5)
     assert traced[2]["sum"] == aux["sum"] == 5
+    assert bits(traced[2]["ends"]) == bits(aux["ends"])
     assert jnp.all(traced[2]["key"] == aux["key"])
 
 

@@ -224,20 +224,47 @@ def test_a_shard_of_weight_zero_counts_for_nothing(engine):
 @both_engines
 def test_aux_is_summed_concatenated_or_averaged(engine):
     def fun(w, x):
-        aux = (instep.Sum(len(x)), x * 10, x.max(), list(map(str, x)), None, "unit")
+        ends = instep.Mean(np.array([x.min(), x.max()]))
+        texts = list(map(str, x))
+        aux = (instep.Sum(len(x)), x * 10, x.max(), texts, None, "unit", ends)
         return (w * x.mean(), aux), x.mean()
 
     x = np.arange(5.0)
     with make(fun, workers=2, shards=2, engine=engine, has_aux=True) as pool:
         (loss, aux), grad = pool(np.float64(1), x)
     assert (loss, grad) == (2.0, 2.0)
-    count, rows, highest, texts, nothing, unit = aux
+    count, rows, highest, texts, nothing, unit, ends = aux
     assert count == 5
     assert rows.tolist() == [0.0, 10.0, 20.0, 30.0, 40.0]
     assert highest == (3 * 2.0 + 2 * 4.0) / 5
     assert texts == ["0.0", "1.0", "2.0", "3.0", "4.0"]
     assert nothing is None
     assert unit == "unit"
+    assert ends.tolist() == [(3 * 0.0 + 2 * 3.0) / 5, highest]
+
+
+@both_engines
+def test_a_mean_needs_the_same_shape_in_every_shard(engine):
+    def fun(w, x):
+        return (w * x.mean(), {"rows": instep.Mean(x)}), x.mean()
+
+    with (
+        make(fun, workers=2, shards=2, engine=engine, has_aux=True) as pool,
+        pytest.raises(
+            instep.LossError, match=r"aux\['rows'\] .* shapes \[\(3,\), \(2,\)\]"
+        ),
+    ):
+        pool(1.0, np.arange(5.0))
+
+
+@both_engines
+def test_means_of_whole_numbers_are_fractions(engine):
+    def fun(w, x):
+        return (w * x.mean(), instep.Mean(np.array([len(x)]))), x.mean()
+
+    with make(fun, workers=2, shards=2, engine=engine, has_aux=True) as pool:
+        (_, aux), _ = pool(1.0, np.arange(5.0))
+    assert aux.tolist() == [(3 * 3 + 2 * 2) / 5]
 
 
 @both_engines

@@ -269,6 +269,7 @@ def test_a_batch_is_any_tree_and_aux_too():
         long = tf.strings.length(text) > 2
         return value, {
             "right": tf.reduce_mean(tf.cast(batch["pair"].left == 1, tf.float32)),
+            "means": instep.Mean(tf.reduce_mean(tf.cast(batch["pair"], "float32"), 1)),
             "pair": Pair(
                 image[:, 0], instep.Sum(tf.reduce_sum(tf.cast(long, "int32")))
             ),
@@ -284,6 +285,8 @@ def test_a_batch_is_any_tree_and_aux_too():
         (value, aux), _ = pool.gradient(batch, 0.1)
         assert np.isclose(value, 0.1 * batch["image"].mean())
         assert aux["right"].numpy() == np.float32(3 / 5)
+        # In float32 once per shard and once more: 3/5 and 10/5.
+        np.testing.assert_allclose(aux["means"], [0.6, 2], rtol=1e-6)
         assert aux["pair"].right.numpy() == 2
         assert bits(aux["pair"].left.numpy()) == bits(batch["image"][:, 0])
         assert bits(numbers(pool.evaluate(batch, 0.1))) == bits(numbers((value, aux)))

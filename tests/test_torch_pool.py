@@ -547,6 +547,7 @@ def test_aux_comes_back_as_what_it_was(options):
             "rows": x * 10,
             "mean": x.mean(),
             "count": instep.Sum(torch.tensor(len(x))),
+            "ends": instep.Mean(torch.stack([x.min(), x.max()])),
             "texts": [str(v) for v in x.tolist()],
             "pair": [x.max(), x.min()],
             "number": float(x.sum()),
@@ -562,6 +563,7 @@ def test_aux_comes_back_as_what_it_was(options):
         assert pool.evaluate(x)[1].keys() == aux.keys()
     assert aux["rows"].tolist() == [0.0, 10.0, 20.0, 30.0]
     assert (aux["mean"].item(), aux["count"].item()) == (1.5, 4)
+    assert aux["ends"].tolist() == [1.0, 2.0]  # of 0, 2 and of 1, 3
     assert aux["texts"] == ["0.0", "1.0", "2.0", "3.0"]
     assert [v.item() for v in aux["pair"]] == [1.0, 0.0, 3.0, 2.0]  # a list of rows
     assert aux["number"] == (1.0 + 5.0) / 2

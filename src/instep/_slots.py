@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class Slots:
         self._nbytes = 0
         self._base = 0  # what lies below has another size and is not used again
         self._end = 0
-        self._free: deque[int] = deque()
+        self._free: list[int] = []  # a heap
         self._holders: dict[int, int] = {}
         self._lent: dict[int, weakref.ref[Any]] = {}
 
@@ -50,10 +50,12 @@ class Slots:
         if not self._free:
             self._take_back()
         if not self._free:
-            self._free.append(self._end)
+            heappush(self._free, self._end)
             self._end += self._nbytes
             self._block.at_least(self._end)  # no room is said here, not in a worker
-        offset = self._free.popleft()  # in turn: a worker meets its slot again
+        # The lowest: a worker meets its slot again, and slots that were needed once
+        # are not touched any more.
+        offset = heappop(self._free)
         self._holders[offset] = 1
         return offset
 
@@ -93,7 +95,7 @@ class Slots:
     def _release(self, offset: int) -> None:
         is_used = offset in self._holders or offset in self._lent
         if offset >= self._base and not is_used:
-            self._free.append(offset)
+            heappush(self._free, offset)
 
     def _in_use(self) -> Iterator[int]:
         return itertools.chain(self._holders, self._lent)

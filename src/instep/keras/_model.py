@@ -50,6 +50,15 @@ def check_steps(model: Any) -> None:
         )
 
 
+def check_keywords(keywords: dict[str, Any]) -> None:
+    wrong = [name for name in ("reduction", "has_aux") if name in keywords]
+    if wrong:
+        raise ArgumentError(
+            f"{wrong[0]}={keywords[wrong[0]]!r}: a Keras model says itself how its "
+            "losses are reduced, and metrics take the place of aux; leave it out"
+        )
+
+
 def tests_its_own_way(model: Any) -> bool:
     """Whether evaluation has to be left to the model."""
     return _is_own(model, "test_step")

@@ -14,7 +14,12 @@ import keras
 from instep._check import Report
 from instep._errors import BatchError, EngineUnavailableError
 from instep._statistics import Statistics
-from instep.keras._model import check_model, check_steps, tests_its_own_way
+from instep.keras._model import (
+    check_keywords,
+    check_model,
+    check_steps,
+    tests_its_own_way,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,6 +71,7 @@ def parallel(model: keras.Model, **keywords: Any) -> Parallel:
         2
     """
     check_model(model)
+    check_keywords(keywords)
     if (former := getattr(model, _ATTRIBUTE, None)) is not None:
         former.remove()
     backend = keras.backend.backend()

@@ -20,7 +20,11 @@ from instep._slices import merge_slices
 from instep._tree import unflatten
 from instep._values import Weighted
 from instep.tensorflow._arrays import read_variable
-from instep.tensorflow._program import Extras, TensorFlowProgram
+from instep.tensorflow._program import (
+    Extras,
+    TensorFlowProgram,
+    threads_of_this_process,
+)
 from instep.tensorflow._trace import EagerTrace, LossFunction
 from instep.tensorflow._traces import Entry, Traces
 
@@ -124,6 +128,9 @@ class GradientPool(Pool):
         dense = [None if g is None else tf.convert_to_tensor(g).numpy() for g in grads]
         names = [f"{k}: {v.name}" for k, v in enumerate(traced.differentiated)]
         return Trial(float(outcome.loss), dict(zip(names, dense, strict=True)))
+
+    def _alone(self) -> Sequence[int]:
+        return threads_of_this_process()
 
     def _outcome(
         self, arguments: tuple[Any, ...], *, gradient: bool

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 
 from instep._aux import ShardAnswer
+from instep._options import usable_cores
 from instep._program import Array, ShardResult, Task
 from instep._tree import flatten
 from instep._values import Marker, marked
@@ -204,6 +205,12 @@ class _Runner:
         options.run_options.inter_op_thread_pool = -1
         options.target.extend(targets)
         return self._session._make_callable_from_options(options)  # type: ignore[no-any-return]
+
+
+def threads_of_this_process() -> list[int]:
+    """How many threads an op of this process uses: fixed before the first one."""
+    given = tf.config.threading.get_intra_op_parallelism_threads()
+    return [given or usable_cores()]
 
 
 def _config(threads: int) -> Any:

@@ -24,6 +24,7 @@ from instep._options import Options
 from instep._pool import Pool
 from instep._program import Array
 from instep._sharding import take_rows
+from instep._tuning import Tuning
 from instep._values import Weighted
 from instep.tensorflow._call import GraphCall, Inputs, compute
 from instep.tensorflow._graph import (
@@ -33,7 +34,12 @@ from instep.tensorflow._graph import (
     trace_graph,
     variables_below,
 )
-from instep.tensorflow._program import TensorFlowProgram, Trace, TraceKey
+from instep.tensorflow._program import (
+    TensorFlowProgram,
+    Trace,
+    TraceKey,
+    threads_of_this_process,
+)
 from instep.tensorflow._session import answer_in_session_run
 
 
@@ -171,11 +177,33 @@ class GradientPool(Pool):
 
         Takes what `evaluate` takes, after `compute_gradients`; see `Pool.check`.
         """
+        return super().check(*self._probed(values, session, feed_dict))
+
+    def tune(
+        self,
+        *values: Any,
+        session: Any = None,
+        feed_dict: Mapping[Any, Any] | None = None,
+        **keywords: Any,
+    ) -> Tuning:
+        """Which split of the cores into workers and threads is the fastest.
+
+        Takes what `evaluate` takes, after `compute_gradients`; see `Pool.tune`.
+        """
+        return super().tune(*self._probed(values, session, feed_dict), **keywords)
+
+    def _probed(
+        self, values: Sequence[Any], session: Any, feed_dict: Mapping[Any, Any] | None
+    ) -> Sequence[Any]:
+        """The batch's arrays; what else a step needs is kept for `_try`."""
         if self._call is None:
-            raise LossError("check compares gradients; call compute_gradients first")
+            raise LossError("this computes gradients; call compute_gradients first")
         traced, reads = self._call.traced, self._call.params
         self._probe = self._inputs(traced, reads, values, session, feed_dict)
-        return super().check(*self._probe.batch)
+        return self._probe.batch
+
+    def _alone(self) -> Sequence[int]:
+        return threads_of_this_process()
 
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
         assert self._call is not None

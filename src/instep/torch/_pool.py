@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,6 +160,16 @@ class GradientPool(Pool):
             {name: _dense_array(gradients.get(k)) for k, (name, _) in named},
         )
 
+    @contextmanager
+    def _lent(self, threads: int) -> Iterator[None]:
+        seats, before = self._seats.values(), torch.get_num_threads()
+        torch.set_num_threads(threads)  # more would spin beside the workers
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+            self._seats.seat(seats)
+
     def _outcome(
         self, arrays: tuple[Any, ...], formats: Array, *, gradient: bool = True
     ) -> Outcome:
@@ -216,6 +227,7 @@ class GradientPool(Pool):
         return TorchProgram(self._model, self._loss, self._has_aux, *packings)
 
     def _ship(self, program: Program) -> None:
+        self._seats.leave()  # a parameter is pickled with all of the memory it lies in
         with torch.inference_mode(False):  # for the serial engine's copy of the model
             super()._ship(program)
 
