@@ -128,12 +128,18 @@ class FrameReader:
     def __init__(self) -> None:
         self._header_id = 0
         self._header: _Header | None = None
+        self._places: dict[int, list[Array | None]] = {}  # of each shard
         self.has_numbers = False  # the last tree had some: copies, not views
 
     def read(self, buffer: memoryview, ref: FrameRef, shard: int) -> tuple[Any, Any]:
         """The tree of this shard and the frame's `extra`. The views are read-only."""
         header = self._current(buffer, ref)
-        leaves = [self._leaf(buffer, entry, header, shard) for entry in header.entries]
+        places = self._places.get(shard)
+        if places is None:
+            places = [_place(buffer, entry, shard) for entry in header.entries]
+            self._places[shard] = places
+        pairs = zip(header.entries, places, strict=True)
+        leaves = [_leaf(entry, place, header, shard) for entry, place in pairs]
         return unflatten(header.structure, leaves), header.extra
 
     def _current(self, buffer: memoryview, ref: FrameRef) -> _Header:
@@ -143,19 +149,29 @@ class FrameReader:
             arrays = [e for e in header.entries if isinstance(e, _ArrayEntry)]
             self.has_numbers = any(entry.python for entry in arrays)
             self._header, self._header_id = header, ref.header_id
+            self._places.clear()
         assert self._header is not None
         return self._header
 
-    def _leaf(
-        self, buffer: memoryview, entry: _Entry, header: _Header, shard: int
-    ) -> Any:
-        if isinstance(entry, _ObjectEntry):
-            value = header.objects[entry.index]
-            return slice_items(value, *header.bounds[shard]) if entry.sliced else value
-        offset, shape = entry.places[shard if len(entry.places) > 1 else 0]
-        view = np.ndarray(shape, entry.dtype, buffer, offset)
-        view.flags.writeable = False
-        return _as_given(view, entry.python)
+
+def _place(buffer: memoryview, entry: _Entry, shard: int) -> Array | None:
+    """Where a shard's part of an array lies, read-only."""
+    if isinstance(entry, _ObjectEntry):
+        return None
+    offset, shape = entry.places[shard if len(entry.places) > 1 else 0]
+    view = np.ndarray(shape, entry.dtype, buffer, offset)
+    view.flags.writeable = False
+    return view
+
+
+def _leaf(entry: _Entry, place: Array | None, header: _Header, shard: int) -> Any:
+    if isinstance(entry, _ArrayEntry):
+        assert place is not None
+        # Never the same array twice: a loss that remembers results by the identity of
+        # its input must not be fooled.
+        return _as_given(place.view(), entry.python)
+    value = header.objects[entry.index]
+    return slice_items(value, *header.bounds[shard]) if entry.sliced else value
 
 
 def _as_given(view: Array, python: type | None) -> Any:

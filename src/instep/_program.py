@@ -37,6 +37,11 @@ class Task(NamedTuple):
     version: int
 
     @property
+    def seeds(self) -> tuple[int, int, int]:
+        """What `seed` is hashed from."""
+        return self.pool_seed, self.step, self.shard
+
+    @property
     def seed(self) -> int:
         """64-bit hash of (pool's seed, step, shard), for every random generator."""
         return shard_seed(self.pool_seed, self.step, self.shard)

@@ -106,12 +106,23 @@ def reduce_slots(
 def reduce_rows(rows: Rows, weights: Sequence[float], rule: Rule, out: Array) -> None:
     """Combines equally long vectors along the tree, a cache-sized block at a time."""
     work, number = _working_dtype(out.dtype), len(weights)
+    if number < 3 and out.nbytes <= BLOCK // 3 and work == out.dtype:
+        return _reduce_few(rows, weights, rule, out)
     step = min(len(out), max(1024, BLOCK // (number * work.itemsize)))
     scratch = np.empty((2, (number + 1) // 2, step), work)
     for start in range(0, len(out), step or 1):
         stop = min(start + step, len(out))
         block = _block(rows, start, stop).astype(work, copy=False)
         out[start:stop] = _root(block, weights, rule, scratch[..., : stop - start])
+
+
+def _reduce_few(rows: Rows, weights: Sequence[float], rule: Rule, out: Array) -> None:
+    """The same for one or two short vectors, without the work around a large tree."""
+    if len(weights) == 1:
+        np.copyto(out, rows[0])
+    else:
+        (wa, wb), spare = weights, out if weights[0] == weights[1] else out.copy()
+        combine(wa, rows[0], wb, rows[1], rule, out, spare)
 
 
 def _columns(rows: Rows, start: int, stop: int, dtype: np.dtype[Any]) -> Rows:

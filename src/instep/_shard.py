@@ -37,13 +37,20 @@ Slot = tuple[memoryview, int]
 
 
 class _Views(NamedTuple):
-    """All that a shard reads and writes, as trees of views of the memory."""
+    """All that a shard reads, as trees of views of the memory."""
 
     place: Any  # what the views depend on
     arguments: tuple[Any, ...]
     parameters: Any
     layout: Layout
-    outputs: list[Array]
+
+
+class _Outputs(NamedTuple):
+    """Where a shard writes, as views of its slot."""
+
+    layout: Layout
+    slot: int
+    arrays: list[Array]
     present: Array
 
 
@@ -55,19 +62,19 @@ class ShardRunner:
         self._params = FrameReader()
         self._batch = FrameReader()
         self._views: _Views | None = None
-        self._seeded: int | None = None  # the seed the generators already have
+        self._outputs: _Outputs | None = None
+        self._seeded: Any = None  # what the generators are seeded from
         program.start(threads)
 
-    def prepare(self, task: Task, params: Frame, batch: Frame, slot: Slot) -> None:
+    def prepare(self, task: Task, params: Frame, batch: Frame) -> None:
         """Does beforehand what the next task, most likely this shard's next, needs.
 
         While the master averages, a worker has nothing else to do; this takes half
         of a small shard's time off the critical path.
         """
-        self._seeded = task._replace(step=task.step + task.gradient).seed
-        seed_python(self._seeded)
+        self._seed(task._replace(step=task.step + task.gradient))
         if not (self._params.has_numbers or self._batch.has_numbers):
-            self._views = self._look(task.shard, params, batch, slot)
+            self._views = self._look(task.shard, params, batch)
 
     def run(self, task: Task, params: Frame, batch: Frame, slot: Slot) -> Answer:
         """Computes the shard; its outputs are in the slot when this returns.
@@ -78,30 +85,38 @@ class ShardRunner:
             batch: block and frame of the batch.
             slot: block and byte offset for the outputs.
         """
-        views, self._views = self._views, None  # never the same arrays twice: a loss
-        # that remembers results by the identity of its input must not be fooled
-        if views is None or views.place != (task.shard, params[1], batch[1], slot[1]):
-            views = self._look(task.shard, params, batch, slot)
-        if task.seed != self._seeded:
-            seed_python(task.seed)
+        views, self._views = self._views, None
+        if views is None or views.place != (task.shard, params[1], batch[1]):
+            views = self._look(task.shard, params, batch)
+        if self._seeded != task.seeds:
+            self._seed(task)
         self._seeded = None
         started = time.perf_counter()
         result = self._program.compute(views.parameters, views.arguments, task)
         seconds = time.perf_counter() - started
         if task.gradient:
-            store(views.layout, result.outputs, views.outputs, views.present)
+            out = self._outputs_in(views.layout, slot)
+            store(views.layout, result.outputs, out.arrays, out.present)
         loss, weight = scalar_loss(result.loss), _weight(result.weight, task)
         aux = b"" if result.aux is None else cloudpickle.dumps(result.aux)
         return Answer(loss, weight, aux, seconds)
 
-    def _look(self, shard: int, params: Frame, batch: Frame, slot: Slot) -> _Views:
+    def _seed(self, task: Task) -> None:
+        self._seeded = task.seeds
+        seed_python(task.seed)
+
+    def _look(self, shard: int, params: Frame, batch: Frame) -> _Views:
         arguments, _ = self._batch.read(*batch, shard)
         parameters, layout = self._params.read(*params, 0)
-        return _Views(
-            (shard, params[1], batch[1], slot[1]),
-            *(arguments, parameters, layout),
-            *(layout.views(*slot), layout.present(*slot)),
-        )
+        return _Views((shard, params[1], batch[1]), arguments, parameters, layout)
+
+    def _outputs_in(self, layout: Layout, slot: Slot) -> _Outputs:
+        """The views of the slot, which is mostly the one of the last shard."""
+        out = self._outputs
+        if out is None or out.layout is not layout or out.slot != slot[1]:
+            views = layout.views(*slot), layout.present(*slot)
+            self._outputs = out = _Outputs(layout, slot[1], *views)
+        return out
 
 
 def scalar_loss(loss: Any) -> Any:

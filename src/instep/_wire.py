@@ -9,6 +9,7 @@ once for many answers.
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from typing import Any, NamedTuple
 
@@ -46,6 +47,17 @@ FORK_NBYTES = _FORK.size
 
 # Losses travel as their 16 bytes and the place of their dtype in this list.
 _LOSS_DTYPES = ("float64", "float32", "float16", "bfloat16", "longdouble")
+_NO_LOSS = 255, b""
+
+
+@functools.cache
+def _code_of(dtype: np.dtype[Any]) -> int:
+    return _LOSS_DTYPES.index(dtype.name.replace("float128", "longdouble"))
+
+
+@functools.cache
+def _dtype_of(code: int) -> np.dtype[Any]:
+    return np.dtype(_LOSS_DTYPES[code])
 
 
 class Command(NamedTuple):
@@ -104,21 +116,21 @@ class Report(NamedTuple):
 
     def pack(self) -> bytes:
         """The report as bytes."""
-        code, loss = _pack_loss(self.loss)
-        return _REPORT.pack(
-            *(self.kind, self.worker, self.incarnation, self.number, self.weight),
-            *(self.seconds, self.nbytes, self.status, code, loss),
-        )
+        kind, worker, incarnation, number, weight, seconds, nbytes, loss, status = self
+        code, raw = _NO_LOSS if loss is None else (_code_of(loss.dtype), loss.tobytes())
+        parts = (kind, worker, incarnation, number, weight, seconds, nbytes, status)
+        return _REPORT.pack(*parts, code, raw)
 
     @classmethod
     def unpack(cls, record: bytes) -> Report:
         """The report in these bytes."""
-        kind, worker, incarnation, *middle, code, raw = _REPORT.unpack(record)
-        number, weight, seconds, nbytes, status = middle
-        loss = _unpack_loss(code, raw)
-        return cls(
-            *(kind, worker, incarnation, number, weight, seconds, nbytes, loss, status)
-        )
+        *first, weight, seconds, nbytes, status, code, raw = _REPORT.unpack(record)
+        kind, worker, incarnation, number = first
+        loss = None
+        if code != _NO_LOSS[0]:
+            loss = np.frombuffer(raw, _dtype_of(code), count=1)[0]
+        rest = (weight, seconds, nbytes, loss, status)
+        return cls(kind, worker, incarnation, number, *rest)
 
 
 class ForkOrder(NamedTuple):
@@ -137,18 +149,3 @@ class ForkOrder(NamedTuple):
         """The order in these bytes."""
         op, worker, incarnation = _FORK.unpack(record)
         return cls(op, worker, incarnation)
-
-
-def _pack_loss(loss: Any) -> tuple[int, bytes]:
-    if loss is None:
-        return 255, b""
-    return _LOSS_DTYPES.index(loss.dtype.name.replace("float128", "longdouble")), (
-        loss.tobytes()
-    )
-
-
-def _unpack_loss(code: int, raw: bytes) -> Any:
-    if code == 255:
-        return None
-    dtype = np.dtype(_LOSS_DTYPES[code])
-    return np.frombuffer(raw, dtype, count=1)[0]

@@ -110,7 +110,7 @@ class _Desk:
         except BaseException as error:
             self._fail(command.number, error)
         else:
-            self._runner.prepare(command.task, params, batch, slot)
+            self._runner.prepare(command.task, params, batch)
 
     def _answer(self, number: int, answer: Answer) -> None:
         self._post(answer.aux)

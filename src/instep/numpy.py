@@ -150,6 +150,8 @@ def _pair(value: Any, form: str) -> tuple[Any, Any]:
 
 def _gradients(grad: Any, params: Any) -> list[Array]:
     """One array (or None) per parameter."""
+    if isinstance(params, np.ndarray) and isinstance(grad, np.ndarray):
+        return [grad]
     structure = flatten(params)[1]
     try:
         leaves = leaves_like(grad, structure)
