@@ -35,6 +35,7 @@ from instep._errors import StartError as StartError
 from instep._errors import WorkerError as WorkerError
 from instep._errors import WorkerLostError as WorkerLostError
 from instep._errors import WorkerTraceback as WorkerTraceback
+from instep._job import Job as Job
 from instep._shuffled import shuffled as shuffled
 from instep._values import Mean as Mean
 from instep._values import Sum as Sum

@@ -1,4 +1,4 @@
-"""The command line: `instep demo`; also `python -m instep demo`.
+"""The command line: `instep demo`, `instep tune`; also `python -m instep demo`.
 
 Exit codes: 0 done, 1 failed, 2 called wrongly, 130 ended by Ctrl-C.
 """

@@ -143,9 +143,9 @@ class Pool:
         """Which split of the cores into workers and threads is the fastest.
 
         Measures this model and batch with several splits, with as many shards as
-        workers, and in one process with all threads, in turns. Takes what a gradient
-        takes and changes nothing: no gradient is handed over, no step counted, no
-        state written.
+        workers, and in one process with all threads and with one, in turns. Takes
+        what a gradient takes and changes nothing: no gradient is handed over, no step
+        counted, no state written.
 
         Args:
             *arguments: what a gradient takes.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from instep._errors import ArgumentError
 
-Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+if TYPE_CHECKING:
+    import numpy as np
+
+    Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def shuffled(
@@ -50,6 +52,8 @@ def _permutation(rows: int, seed: int, epoch: int) -> Rows:
     NumPy keeps the numbers of its bit generators for ever, those of its `permutation`
     not. A key that comes twice (once in 2**64 / rows pairs) keeps the order of rows.
     """
+    import numpy as np  # `import instep` is to be light
+
     counter = np.array([0, 0, epoch, 0], np.uint64)
     generator = np.random.Philox(key=seed % 2**128, counter=counter)
     return np.argsort(generator.random_raw(rows), kind="stable").astype(np.int64)

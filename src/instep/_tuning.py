@@ -180,9 +180,10 @@ def measure(
         start = time.monotonic()
         for setting in order:
             times[setting] += turns[setting](steps[setting])
-            show(min(1.0, max(_since(begin) / seconds, 0.0)))
+            show(min(1.0, _since(begin) / seconds))
         order.reverse()  # nobody always comes after the same one
         last, rounds = _since(start), rounds + 1
+    show(1.0)
     return times
 
 

@@ -10,7 +10,7 @@ import argparse
 import importlib
 from typing import Protocol, cast
 
-COMMANDS = ("demo",)
+COMMANDS = ("demo", "tune")
 
 
 class Command(Protocol):

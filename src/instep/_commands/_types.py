@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -17,6 +18,17 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r}; expected a whole number, at least 1"
         )
+    return number
+
+
+def seconds(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected seconds, above 0")
     return number
 
 

@@ -227,7 +227,6 @@ class GradientPool(Pool):
         return TorchProgram(self._model, self._loss, self._has_aux, *packings)
 
     def _ship(self, program: Program) -> None:
-        self._seats.leave()  # a parameter is pickled with all of the memory it lies in
         with torch.inference_mode(False):  # for the serial engine's copy of the model
             super()._ship(program)
 
