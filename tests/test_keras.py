@@ -17,7 +17,7 @@ pytest.importorskip("keras")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.guard(300)
+@pytest.mark.guard(900)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_the_facts_hold_on(backend):
     pytest.importorskip(backend)

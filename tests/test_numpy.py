@@ -406,3 +406,13 @@ def test_a_result_may_be_changed_in_place():
         first["a"] *= 2
         again = pool(large(), np.ones(4))[1]
     assert bits(again) == bits(large())
+
+
+@both_engines
+def test_memory_that_grew_between_two_steps_is_written_where_it_is_now(engine):
+    x = np.arange(12.0)
+    with make(toy, shards=1, engine=engine, workers=1) as pool:
+        for shards in (1, 3, 12, 2):  # more slots, then fewer
+            pool.load_state_dict({**pool.state_dict(), "shards": shards})
+            for factor in (1.0, -3.0):
+                assert pool(np.float64(1), factor * x) == toy(np.float64(1), factor * x)

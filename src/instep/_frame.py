@@ -129,6 +129,7 @@ class FrameReader:
         self._header_id = 0
         self._header: _Header | None = None
         self._places: dict[int, list[Array | None]] = {}  # of each shard
+        self._memory: Any = None  # where they lie; grown, it may be another
         self.has_numbers = False  # the last tree had some: copies, not views
 
     def read(self, buffer: memoryview, ref: FrameRef, shard: int) -> tuple[Any, Any]:
@@ -143,6 +144,9 @@ class FrameReader:
         return unflatten(header.structure, leaves), header.extra
 
     def _current(self, buffer: memoryview, ref: FrameRef) -> _Header:
+        if self._memory is not buffer.obj:
+            self._memory = buffer.obj
+            self._places.clear()
         if self._header is None or ref.header_id != self._header_id:
             start, length = _HEADER.unpack(buffer[: _HEADER.size])
             header: _Header = pickle.loads(buffer[start : start + length])

@@ -49,6 +49,7 @@ class _Outputs(NamedTuple):
     """Where a shard writes, as views of its slot."""
 
     layout: Layout
+    memory: Any  # grown, it may be another
     slot: int
     arrays: list[Array]
     present: Array
@@ -112,10 +113,15 @@ class ShardRunner:
 
     def _outputs_in(self, layout: Layout, slot: Slot) -> _Outputs:
         """The views of the slot, which is mostly the one of the last shard."""
-        out = self._outputs
-        if out is None or out.layout is not layout or out.slot != slot[1]:
+        out, memory = self._outputs, slot[0].obj
+        if (
+            out is None
+            or out.layout is not layout
+            or out.memory is not memory
+            or out.slot != slot[1]
+        ):
             views = layout.views(*slot), layout.present(*slot)
-            self._outputs = out = _Outputs(layout, slot[1], *views)
+            self._outputs = out = _Outputs(layout, memory, slot[1], *views)
         return out
 
 
