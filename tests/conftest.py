@@ -60,6 +60,7 @@ def no_trace() -> Iterator[None]:
     children = _children()
     yield
     gc.collect()
+    gc.freeze()  # what has survived need not be searched again after the next test
     wait_until(lambda: _children() <= children, "a child process is left")
     assert _instep_descriptors() <= before
     assert not [name for name in os.listdir("/dev/shm") if "instep" in name]
