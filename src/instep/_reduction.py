@@ -113,7 +113,7 @@ def reduce_rows(rows: Rows, weights: Sequence[float], rule: Rule, out: Array) ->
     for start in range(0, len(out), step or 1):
         stop = min(start + step, len(out))
         block = _block(rows, start, stop).astype(work, copy=False)
-        out[start:stop] = _root(block, weights, rule, scratch[..., : stop - start])
+        _root(block, weights, rule, scratch[..., : stop - start], out[start:stop])
 
 
 def _reduce_few(rows: Rows, weights: Sequence[float], rule: Rule, out: Array) -> None:
@@ -149,15 +149,24 @@ def _working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half else dtype
 
 
-def _root(nodes: Array, weights: Sequence[float], rule: Rule, scratch: Array) -> Array:
-    """The tree's root for one block: pairs of neighbours, level by level."""
+def _root(
+    nodes: Array, weights: Sequence[float], rule: Rule, scratch: Array, out: Array
+) -> None:
+    """The tree's root for one block, into `out`: pairs of neighbours by level."""
     weights, level = list(weights), 0
-    while len(weights) > 1:
-        out, spare = scratch[level % 2], scratch[(level + 1) % 2][0]
-        nodes, weights = _parents(nodes, weights, rule, out, spare)
+    while len(weights) > 2:
+        above, spare = scratch[level % 2], scratch[(level + 1) % 2][0]
+        nodes, weights = _parents(nodes, weights, rule, above, spare)
         level += 1
-    root: Array = nodes[0]
-    return root
+    root = nodes[0]
+    if len(weights) == 2:
+        first, second = scratch[level % 2][0], scratch[(level + 1) % 2][0]
+        root = (
+            out if out.dtype == first.dtype else first
+        )  # half precision: rounded once
+        combine(weights[0], nodes[0], weights[1], nodes[1], rule, root, second)
+    if root is not out:
+        out[:] = root
 
 
 def _parents(
