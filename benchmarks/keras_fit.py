@@ -21,12 +21,9 @@ to go down, and to be those of plain `fit` but for rounding; if not, the script 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from keras_models import TASKS
@@ -34,29 +31,11 @@ from keras_processes import Trainer
 from keras_trainers import WAYS
 from machine import describe, load
 from overhead import idle_cpu, turns
+from records import TOLERANCE, Record, Records, print_facts, print_table, write_json
 
 # Rounds that are not measured: functions are traced, workers started.
 WARM_UP = 2
-# How far losses may be apart, as a part of the first one: sums of float32 in another
-# order differ in the last bits, and hundreds of steps make more of that.
-TOLERANCE = 1e-3
 PACKAGES = ("instep", "numpy", "tensorflow", "keras")
-
-
-@dataclass
-class Record:
-    """What a contender did.
-
-    Attributes:
-        seconds: per step, one per measured round.
-        losses: one per round, those of the warm-up too.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-
-Records = dict[str, Record]
 
 
 def main() -> None:
@@ -68,7 +47,9 @@ def main() -> None:
         results[task], idle = measure(task, options.rounds)
         facts[f"load, {task}"] = f"{before} before, {load()} after"
         facts[f"idle, {task}"] = f"{100 * idle:.1f} % of a core"
-    print_report(results, facts)
+    print_facts(facts)
+    for task in TASKS:
+        print_table(task, results[task])
     if options.json:
         write_json(options.json, results, facts)
     if wrong := [line for task in results for line in doubts(task, results[task])]:
@@ -112,33 +93,6 @@ def take_turns(running: dict[str, Trainer], records: Records, number: int) -> No
         records[name].losses.append(loss)
 
 
-def print_report(results: dict[str, Records], facts: dict[str, str]) -> None:
-    """Prints the facts and a table per model."""
-    for fact, value in facts.items():
-        print(f"{fact:<20} {value}")
-    for task, records in results.items():
-        print(f"\n{task}: median over the rounds; instep's time over the other's")
-        print_row("", ["ms / step", "ratio", "first loss", "last loss"])
-        for name, record in records.items():
-            print_row(name, cells(record, ratio(records["instep"], record)))
-
-
-def print_row(first: str, cells: Iterable[str]) -> None:
-    print(f"{first:<16}" + "".join(f"{cell:>12}" for cell in cells))
-
-
-def cells(record: Record, ratio: float) -> Iterator[str]:
-    yield f"{1e3 * statistics.median(record.seconds):.3f}"
-    yield f"{ratio:.2f}"
-    yield f"{record.losses[0]:.6f}"
-    yield f"{record.losses[-1]:.6f}"
-
-
-def ratio(ours: Record, other: Record) -> float:
-    pairs = zip(ours.seconds, other.seconds, strict=True)
-    return statistics.median(a / b for a, b in pairs)
-
-
 def doubts(task: str, records: Records) -> Iterator[str]:
     """What is wrong with the losses, one line each."""
     reference = records["fit"].losses
@@ -148,15 +102,6 @@ def doubts(task: str, records: Records) -> Iterator[str]:
             yield f"{task}, {name}: the loss went from {first} to {last}"
         if not abs(last - reference[-1]) <= TOLERANCE * reference[0]:
             yield f"{task}, {name}: the loss is {last}, that of fit {reference[-1]}"
-
-
-def write_json(path: Path, results: dict[str, Records], facts: dict[str, str]) -> None:
-    rows = [
-        {"task": task, "contender": name, **asdict(record)}
-        for task, records in results.items()
-        for name, record in records.items()
-    ]
-    path.write_text(json.dumps({"facts": facts, "results": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

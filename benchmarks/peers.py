@@ -29,11 +29,9 @@ not, the script fails.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -43,32 +41,23 @@ from machine import describe, load
 from overhead import idle_cpu, turns
 from peers_models import TASKS
 from peers_ranks import WAYS, Way
+from records import (
+    TOLERANCE,
+    Record,
+    Records,
+    print_facts,
+    print_row,
+    print_table,
+    ratio,
+    write_json,
+)
 
 # Rounds that are not measured: functions are compiled, caches filled.
 WARM_UP = 2
-# How far losses may be apart, as a part of the first one: sums of float32 in another
-# order differ in the last bits, and hundreds of steps make more of that.
-TOLERANCE = 1e-3
 PACKAGES = (
     *("instep", "numpy", "torch", "mpi4py", "openmpi", "joblib"),
     *("jax", "tensorflow", "keras"),
 )
-
-
-@dataclass
-class Record:
-    """What a contender did.
-
-    Attributes:
-        seconds: per step, one per measured round.
-        losses: one per round, those of the warm-up too.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-
-Records = dict[str, Record]
 
 
 def main() -> None:
@@ -161,8 +150,7 @@ def take_turns(
 def print_report(results: dict[str, Records], facts: dict[str, str]) -> None:
     """Prints the facts and the ratios of all models."""
     print()
-    for fact, value in facts.items():
-        print(f"{fact:<20} {value}")
+    print_facts(facts)
     print("\ninstep's time over the other's, median of the rounds' ratios")
     print_row("", results)
     for name in WAYS:
@@ -171,30 +159,6 @@ def print_report(results: dict[str, Records], facts: dict[str, str]) -> None:
             for records in results.values()
         ]
         print_row(name, ratios)
-
-
-def print_table(task: str, records: Records) -> None:
-    print(f"\n{task}: median over the rounds; instep's time over the other's")
-    print_row("", ["ms / step", "ratio", "first loss", "last loss"])
-    for name, record in records.items():
-        print_row(name, cells(record, ratio(records["instep"], record)))
-    sys.stdout.flush()
-
-
-def print_row(first: str, cells: Iterable[str]) -> None:
-    print(f"{first:<14}" + "".join(f"{cell:>14}" for cell in cells))
-
-
-def cells(record: Record, ratio: float) -> Iterator[str]:
-    yield f"{1e3 * statistics.median(record.seconds):.3f}"
-    yield f"{ratio:.2f}"
-    yield f"{record.losses[0]:.6f}"
-    yield f"{record.losses[-1]:.6f}"
-
-
-def ratio(ours: Record, other: Record) -> float:
-    pairs = zip(ours.seconds, other.seconds, strict=True)
-    return statistics.median(a / b for a, b in pairs)
 
 
 def doubts(task: str, records: Records) -> Iterator[str]:
@@ -209,15 +173,6 @@ def doubts(task: str, records: Records) -> Iterator[str]:
         pairs = zip(record.losses, reference, strict=True)
         if not max(abs(a - b) for a, b in pairs) <= TOLERANCE * reference[0]:
             yield f"{task}, {name}: loss {last}, that of 1 thread {reference[-1]}"
-
-
-def write_json(path: Path, results: dict[str, Records], facts: dict[str, str]) -> None:
-    rows = [
-        {"task": task, "contender": name, **asdict(record)}
-        for task, records in results.items()
-        for name, record in records.items()
-    ]
-    path.write_text(json.dumps({"facts": facts, "results": rows}, indent=1) + "\n")
 
 
 def draw(path: Path, results: dict[str, Records]) -> None:
