@@ -24,7 +24,7 @@ def ship(program: Any) -> bytes:
     """
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(program)
+        Pickler(file).dump(program)
         return file.getvalue()
     except Exception as error:
         culprits = _unshippable("", getattr(program, "fun", program), set())
@@ -63,7 +63,9 @@ def _build_code(build: Any, arguments: tuple[Any, ...], filename: str) -> CodeTy
     return code.replace(co_filename=filename)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Cloudpickle's, but code keeps the name of its file."""
+
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )

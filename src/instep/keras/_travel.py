@@ -20,6 +20,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 
 from instep._pool import Pool
+from instep._ship import Pickler
 from instep.keras._parallel import Parallel, Replacement
 
 _TRACKED = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
@@ -54,7 +55,7 @@ def _dumps(model: Any) -> bytes:
     return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, _STAYS):
             return type(None), ()
