@@ -305,26 +305,20 @@ def test_a_worker_that_stops_while_averaging_is_replaced():
 # A worker that hangs
 
 
-def test_a_shard_that_hangs_once_is_computed_elsewhere(tmp_path):
+@pytest.mark.parametrize(
+    ("workers", "counter"), [(2, "shards_late"), (1, "shards_recomputed")]
+)
+def test_a_shard_that_hangs_once_is_computed_by_another_or_the_next(
+    tmp_path, workers, counter
+):
     def fun(w, x):
         if x[0] == 5.0 and first_time(tmp_path / "slept"):
             time.sleep(1e6)
         return toy(w, x)
 
-    with make(fun, workers=2, shards=3, timeout=1.0) as pool:
+    with make(fun, workers=workers, shards=3, timeout=1.0) as pool:
         assert pool(ONE, ROWS) == toy(ONE, ROWS)
-        assert pool.statistics().shards_late == 1
-
-
-def test_a_shard_that_hangs_on_the_only_worker_is_computed_by_the_next(tmp_path):
-    def fun(w, x):
-        if x[0] == 5.0 and first_time(tmp_path / "slept"):
-            time.sleep(1e6)
-        return toy(w, x)
-
-    with make(fun, workers=1, shards=3, timeout=1.0) as pool:
-        assert pool(ONE, ROWS) == toy(ONE, ROWS)
-        assert pool.statistics().shards_recomputed == 1
+        assert getattr(pool.statistics(), counter) == 1
 
 
 def test_a_late_shard_is_computed_by_an_idle_worker_too(tmp_path):

@@ -81,7 +81,7 @@ class Pool:
         self._steps = self._version = self._bytes_moved = self._rows = 0
         self._layout = Layout.of([])
         self._outputs: Sequence[Output] = ()
-        self._splitter, self._params = Splitter(self._shards), Splitter(1)
+        self._splitter, self._params = Splitter(self.shards), Splitter(1)
         self._broken: BaseException | None = None
         self._engine: Engine = make_engine(options.engine)
         self._dispatcher = Dispatcher(self._engine, options)
@@ -115,7 +115,7 @@ class Pool:
         with self._lock:
             rule = self._options.reduction
             whole = compute(1, rule)  # refuses a bad batch; counts its rows
-            shards = min(max(2, self._shards), self._rows)
+            shards = min(max(2, self.shards), self._rows)
             return check(compute, whole, shards, rule, self._rows)
 
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
@@ -177,7 +177,7 @@ class Pool:
             self._try(arguments, None)
 
         with self._lock, ExitStack() as opened:
-            with self._trial(self._shards, self._options.reduction, 0):
+            with self._trial(self.shards, self._options.reduction, 0):
                 step()  # refuses a bad batch; counts its rows
             rivals = {
                 setting: opened.enter_context(closing(Rival(self, setting, step)))
@@ -210,7 +210,7 @@ class Pool:
         return Statistics(
             engine=type(self._engine).__name__.lower(),
             workers=self._workers,
-            shards=self._shards,
+            shards=self.shards,
             threads=self._options.threads or 1,
             steps=self._steps,
             pids=self._engine.pids() if self._closer.alive else (),
@@ -248,7 +248,7 @@ class Pool:
         return {
             "steps": self._steps,
             "seed": self._options.seed,
-            "shards": self._shards,
+            "shards": self.shards,
             "threads": self._options.threads or 1,
             "reduction": self._options.reduction,
         }
@@ -269,7 +269,7 @@ class Pool:
             self._options = replace(
                 self._options, seed=state["seed"], shards=state["shards"]
             )
-            self._splitter = Splitter(self._shards)
+            self._splitter = Splitter(self.shards)
 
     def close(self) -> None:
         """Ends the workers and frees their memory. Calling it twice is fine.
@@ -292,15 +292,11 @@ class Pool:
     @property
     def shards(self) -> int:
         """Parts that a batch is split into."""
-        return self._shards
+        return self._options.shards or self._workers
 
     @property
     def _workers(self) -> int:
         return self._options.workers or 1
-
-    @property
-    def _shards(self) -> int:
-        return self._options.shards or self._workers
 
     def _ship(self, program: Program) -> None:
         """Starts the workers with this program, in place of the one they had."""

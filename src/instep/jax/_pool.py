@@ -148,7 +148,7 @@ class GradientPool(Pool):
         if not is_traced(leaves):
             return run(leaves).on_device()
         loss = LossCall(self._loss, self._options.has_aux, plan.form)
-        shards = min(self._shards, plan.rows)
+        shards = min(self.shards, plan.rows)
         return traced_answer(call, loss, run, shards=shards, gradient=gradient)
 
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:

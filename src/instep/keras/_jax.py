@@ -19,9 +19,8 @@ from keras.src import backend
 from instep._check import Report
 from instep._values import Mean, Sum
 from instep.jax import value_and_grad
-from instep.keras._combine import Combine, Combiner
+from instep.keras._combine import Combiner
 from instep.keras._model import scale_of, unpacked
-from instep.keras._reductions import Totals
 from instep.keras._shard import Data, measured, shard_loss
 from instep.keras._state import STRIDE, is_seed
 from instep.keras._travel import Traveller
@@ -61,7 +60,7 @@ class ShardLoss:
             training: as in the model's `call`.
             combine: the name of a `Combine`.
         """
-        model, totals = self._traveller.model, whole["totals"]
+        model = self._traveller.model
         own = _own_seeds(model, state, positions[0])
         changed: dict[str, Any] = {}
 
@@ -70,14 +69,8 @@ class ShardLoss:
             changed.update(_changed(own, new, positions[0] == 0))
             return loss, predictions
 
-        loss, aux = shard_loss(
-            model,
-            run,
-            Data(*data),
-            Combine[combine],
-            totals and Totals(*totals),
-            whole["scale"],
-        )
+        parts = combine, whole["totals"], whole["scale"]
+        loss, aux = shard_loss(model, run, data, *parts)
         return loss, {**aux, "state": changed}
 
 

@@ -95,7 +95,7 @@ class Replacement:
     def __init__(self, model: keras.Model, steps: Any) -> None:
         self.model, self.steps = model, steps
         self.is_used = self._has_run = False
-        self._compiled_loss: Any = None
+        self._compiled: Any = None
         replaced = {
             "make_train_function": self._make_train_function,
             "make_test_function": self._make_test_function,
@@ -166,8 +166,8 @@ class Replacement:
     def _follow(self) -> Any:
         """The steps, for the model as it is compiled now."""
         self.is_used = True
-        if self.model._loss_tracker is not self._compiled_loss:  # of this `compile`
-            self._compiled_loss = self.model._loss_tracker
+        if self.model._loss_tracker is not self._compiled:  # of this `compile`
+            self._compiled = self.model._loss_tracker
             self.steps.compiled()
         return self.steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keras import Model, ops, tree
@@ -42,26 +42,27 @@ def forward(model: Any, data: Data, training: bool) -> tuple[Any, Any]:
 def shard_loss(
     model: Any,
     forward: Forward,
-    data: Data,
-    combine: Combine,
-    totals: Totals | None,
-    scale: Any = None,
+    data: Sequence[Any],
+    combine: str,
+    totals: Sequence[Any] | None,
+    scale: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """The scalar to differentiate, and aux for the master.
 
     Args:
         model: compiled.
         forward: data -> loss, predictions.
-        data: the shard's rows.
-        combine: how shards are combined.
-        totals: of the whole batch, where `combine` is SHARES.
+        data: the parts of a `Data`, of the shard's rows.
+        combine: the name of a `Combine`.
+        totals: the parts of the batch's `Totals`, where that is SHARES.
         scale: of the optimizer (mixed precision); None: 1.
 
     Returns:
         The loss (`Weighted` where `combine` is OWN) and
         {"loss": unscaled, "predictions": or None, "masks": ..., "updates": ...}.
     """
-    shares = share_of(totals, data.rows) if totals else no_factor
+    data = Data(*data)
+    shares = share_of(Totals(*totals), data.rows) if totals else no_factor
     with watched(shares) as reductions, noted(metrics_in_loss(model)) as updates:
         loss, predictions = forward(data)
     wanted = predictions if needs_predictions(model) else None
@@ -72,7 +73,7 @@ def shard_loss(
         "updates": tuple(map(tuple, updates)),  # no lists: those are rows
     }
     scaled = loss if scale is None else loss * ops.cast(scale, loss.dtype)
-    if combine is Combine.OWN:
+    if combine == Combine.OWN.name:
         return Weighted(scaled, reductions[0].denominator), aux
     return scaled, aux
 

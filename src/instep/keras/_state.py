@@ -1,4 +1,4 @@
-"""State of a model that is no weight: seeds, counters, moving statistics."""
+"""Seeds of a model's random generators: every shard has its own."""
 
 from __future__ import annotations
 

@@ -15,10 +15,9 @@ import tensorflow as tf
 from keras import tree
 
 from instep._check import Report
-from instep.keras._combine import Combine, Combiner
+from instep.keras._combine import Combiner
 from instep.keras._flat import FlatFunction
 from instep.keras._model import scale_of, unpacked, warn_if_all_are_frozen
-from instep.keras._reductions import Totals
 from instep.keras._shard import Data, forward, measured, shard_loss
 from instep.tensorflow import GradientPool
 
@@ -108,9 +107,9 @@ class Steps:
         return shard_loss(
             self._model,
             lambda data: forward(self._model, data, training),
-            Data(x, y, sample_weight),
-            Combine[combine],
-            totals and Totals(*totals),
+            (x, y, sample_weight),
+            combine,
+            totals,
             scale,
         )
 

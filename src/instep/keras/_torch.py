@@ -16,9 +16,8 @@ import torch
 from keras import tree
 
 from instep._check import Report
-from instep.keras._combine import Combine, Combiner
+from instep.keras._combine import Combiner
 from instep.keras._model import scale_of, unpacked, warn_if_all_are_frozen
-from instep.keras._reductions import Totals
 from instep.keras._shard import Data, forward, measured, shard_loss
 from instep.keras._state import STRIDE, is_seed
 from instep.keras._travel import Traveller
@@ -67,9 +66,9 @@ class Model(torch.nn.Module):
             loss, aux = shard_loss(
                 model,
                 lambda data: forward(model, data, training),
-                Data(*data),
-                Combine[combine],
-                totals and Totals(*totals),
+                data,
+                combine,
+                totals,
                 scale,
             )
         return loss, _detached(aux)
