@@ -1,7 +1,7 @@
 """Two trainings with a pool: what chaos.py disturbs and soak.py watches.
 
-Both draw random numbers inside the loss, and both have a gradient of more than a
-mebibyte, which the workers average themselves.
+Both draw random numbers inside the loss, and both have a gradient of more than
+four mebibytes, which the workers average themselves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def noisy_regression(w: Any, x: Any, y: Any) -> Any:
 class NumpyTraining:
     """Gradient descent for a linear map."""
 
-    width = 384
+    width = 736
     gradient_nbytes = 8 * width**2
 
     def __init__(self, **options: Any) -> None:
@@ -94,7 +94,7 @@ def cross_entropy(model: Any, x: Any, y: Any) -> Any:
 class TorchTraining:
     """A perceptron with dropout, trained by Adam."""
 
-    width = 512
+    width = 1024
     gradient_nbytes = 4 * (65 * width + width * (width + 1) + (width + 1) * NUM_CLASSES)
 
     def __init__(self, **options: Any) -> None:

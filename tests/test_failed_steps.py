@@ -20,7 +20,7 @@ def test_a_step_that_failed_changes_no_bit_of_those_after_it(engine):
         return np.mean(w) * np.mean(x) + noise, np.full_like(w, np.mean(x) * noise)
 
     def descend(pool, batches):
-        w = np.linspace(0, 1, 200_003)  # large: the workers average
+        w = np.linspace(0, 1, 600_003)  # large: the workers average
         for batch in batches:
             try:
                 w = w - pool(w, batch)[1]

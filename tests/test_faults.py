@@ -557,7 +557,7 @@ def test_closing_leaves_nothing_though_the_pool_is_still_referred_to():
 
     before, processes_before = descriptors(), children()
     pool = make(wide, workers=2, shards=3)
-    pool({"a": np.ones(300_000)}, ROWS)
+    pool({"a": np.ones(600_000)}, ROWS)
     pool.close()
     assert descriptors() == before
     assert children() == processes_before

@@ -257,7 +257,7 @@ def test_large_gradients_averaged_by_the_workers_have_the_serial_bits():
     def loss(params, x):
         return jnp.mean(x) * sum(jnp.sum(p**2) for p in params)
 
-    params = [jnp.linspace(0, 1, 400_003), jnp.linspace(0, 1, 300_007)]
+    params = [jnp.linspace(0, 1, 1_000_003), jnp.linspace(0, 1, 300_007)]
     x = jnp.arange(1.0, 12.0)
     with make(loss, shards=5, engine="serial") as pool:
         expected = bits(pool(params, x))

@@ -27,7 +27,7 @@ from losses import least_squares, toy, wide
 
 ONE = np.float64(1)
 ROWS = np.arange(1.0, 14.0)
-WIDE = {"a": np.linspace(0, 1, 200_003)}  # more than 1 MiB: the workers average
+WIDE = {"a": np.linspace(0, 1, 600_003)}  # more than 4 MiB: the workers average
 
 
 def serial_bits(fun, *arguments, shards):

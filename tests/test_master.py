@@ -147,7 +147,7 @@ def test_interrupts_while_averaging_take_no_memory():
             faults.interrupt_while_averaging(master)
         return wide(w, x)
 
-    master, w = os.getpid(), {"a": np.ones(200_003)}
+    master, w = os.getpid(), {"a": np.ones(600_003)}
     with make(fun, workers=2, shards=2) as pool:
         sizes = []
         for _ in range(12):
@@ -298,7 +298,7 @@ def test_a_pool_closed_by_another_thread_at_any_moment_ends_in_order():
 
 def test_a_result_outlives_its_pool():
     pool = make(wide, workers=2)
-    w = {"a": np.ones(200_003)}  # large: it lies where the workers put it
+    w = {"a": np.ones(600_003)}  # large: it lies where the workers put it
     _, grad = pool(w, ROWS)
     pool.close()
     del pool

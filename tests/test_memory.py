@@ -69,7 +69,7 @@ def refuse(code):
 
 def test_without_shared_memory_a_file_gives_the_same_bits(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    arguments = {"a": np.linspace(0, 1, 200_003)}, np.arange(1.0, 6.0)
+    arguments = {"a": np.linspace(0, 1, 600_003)}, np.arange(1.0, 6.0)
     with make(wide, workers=2, shards=3) as pool:
         expected = bits(pool(*arguments))
     monkeypatch.setattr(os, "memfd_create", refuse(errno.ENOSPC))

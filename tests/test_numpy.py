@@ -393,7 +393,7 @@ def test_a_result_that_is_still_held_is_not_overwritten():
         copies = [bits(grads) for grads in held]
         small = {"a": np.ones(3)}  # other sizes move the places of the results
         held += [pool(small, np.arange(1.0, 8.0))[1]]
-        medium = {"a": np.ones(200_000)}
+        medium = {"a": np.ones(600_000)}
         held += [pool(medium, np.arange(1.0, 8.0))[1] for _ in range(2)]
     assert [bits(grads) for grads in held[:4]] == copies
     assert held[4]["a"].tolist() == [4.0, 4.0, 4.0]

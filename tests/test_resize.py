@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -53,6 +54,28 @@ def test_a_new_worker_joins_while_the_others_go_on():
             "not all new workers take part",
         )
         assert len(pool.statistics().pids) == 3
+
+
+def cores(pool):
+    return [os.sched_getaffinity(pid) for pid in pool.statistics().pids]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="not on this system")
+def test_workers_that_take_all_cores_have_one_each():
+    usable = os.sched_getaffinity(0)
+    with make(toy, workers=len(usable)) as pool:
+        started(pool, np.float64(1), X[:, 0])
+        assert cores(pool) == [{core} for core in sorted(usable)]
+        assert all(
+            os.sched_getscheduler(pid) == os.SCHED_BATCH
+            for pid in pool.statistics().pids
+        )
+        pool.resize(len(usable) + 1)
+        started(pool, np.float64(1), X[:, 0])
+        assert cores(pool) == [usable] * (len(usable) + 1)
+    with make(toy, workers=1, threads=len(usable)) as pool:
+        started(pool, np.float64(1), X[:, 0])
+        assert cores(pool) == [usable]
 
 
 def test_workers_that_are_not_needed_any_more_end():

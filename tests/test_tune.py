@@ -18,7 +18,7 @@ import instep
 from conftest import wait_until
 from helpers import bits, make, run_python
 from instep import _pool
-from instep._options import usable_cores
+from instep._cores import usable_cores
 from instep._tuning import (
     MIN_ROUNDS,
     ONE_PROCESS,

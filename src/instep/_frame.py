@@ -143,6 +143,10 @@ class FrameReader:
         leaves = [_leaf(entry, place, header, shard) for entry, place in pairs]
         return unflatten(header.structure, leaves), header.extra
 
+    def extra(self, buffer: memoryview, ref: FrameRef) -> Any:
+        """The frame's `extra`."""
+        return self._current(buffer, ref).extra
+
     def _current(self, buffer: memoryview, ref: FrameRef) -> _Header:
         if self._memory is not buffer.obj:
             self._memory = buffer.obj

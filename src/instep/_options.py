@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from instep._cores import usable_cores
 from instep._errors import ArgumentError
 from instep._program import Rule
 
@@ -76,13 +77,6 @@ class Options:
                 "by weight) or 'sum' (shards added)"
             )
         return options
-
-
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_names(given: dict[str, Any], known: list[str]) -> None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from instep._aux import ShardAnswer, merge_aux
 from instep._check import Report, Trial, check
+from instep._cores import usable_cores
 from instep._dispatch import Dispatcher
 from instep._errors import ArgumentError, PoolBrokenError, PoolClosedError, StartError
 from instep._layout import Layout
-from instep._options import Options, usable_cores
+from instep._options import Options
 from instep._program import Array, Output, Program, Rule, Task
 from instep._reduction import reduce_scalar
 from instep._rival import Rival

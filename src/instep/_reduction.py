@@ -24,7 +24,7 @@ from instep._program import Array, Rule
 
 # Bytes of all sources that one block of the tree works on: they stay in a core's L2
 # cache, and NumPy's cost per call (1 us) is small beside the work.
-BLOCK = 1 << 18
+BLOCK = 1 << 20
 
 # Slots or vectors to combine: a matrix with one row per shard, or a list of rows that
 # lie anywhere. The matrix is faster: one call of NumPy for all pairs of a level.

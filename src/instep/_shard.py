@@ -102,6 +102,11 @@ class ShardRunner:
         aux = b"" if result.aux is None else cloudpickle.dumps(result.aux)
         return Answer(loss, weight, aux, seconds)
 
+    def layout(self, params: Frame) -> Layout:
+        """Where outputs lie in a slot, while these are the parameters."""
+        layout: Layout = self._params.extra(*params)
+        return layout
+
     def _seed(self, task: Task) -> None:
         self._seeded = task.seeds
         seed_python(task.seed)

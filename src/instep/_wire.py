@@ -63,8 +63,7 @@ def _dtype_of(code: int) -> np.dtype[Any]:
 class Command(NamedTuple):
     """Compute a shard, or average a part of the slots.
 
-    To average, `plan` says how many bytes of pickled plan lie in the worker's
-    outbox.
+    To average, `plan` says how many bytes of a plan lie in the worker's outbox.
     """
 
     op: int
@@ -90,6 +89,41 @@ class Command(NamedTuple):
         slot, slots_nbytes, plan = fields[13:]
         frames = FrameRef(*params), FrameRef(*batch)
         return cls(op, number, task, *frames, slot, slots_nbytes, plan)
+
+
+_PLAN = struct.Struct("<3Q")
+
+
+class Plan(NamedTuple):
+    """Which part of which slots a worker combines.
+
+    Attributes:
+        result: where the slot of the average begins.
+        start: first byte of the part.
+        stop: the byte after its last.
+        offsets: where the shards' slots begin.
+        weights: of the shards.
+    """
+
+    result: int
+    start: int
+    stop: int
+    offsets: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def pack(self) -> bytes:
+        """The plan as bytes, more the more shards there are."""
+        number = len(self.offsets)
+        numbers = struct.pack(f"<{number}Q{number}d", *self.offsets, *self.weights)
+        return _PLAN.pack(*self[:3]) + numbers
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Plan:
+        """The plan in these bytes."""
+        number = (len(record) - _PLAN.size) // 16
+        numbers = struct.unpack_from(f"<{number}Q{number}d", record, _PLAN.size)
+        result, start, stop = _PLAN.unpack_from(record)
+        return cls(result, start, stop, numbers[:number], numbers[number:])
 
 
 class Report(NamedTuple):

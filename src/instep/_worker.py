@@ -17,17 +17,14 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from instep import _template
+from instep._cores import yield_to_others
 from instep._exceptions import pack_error
-from instep._layout import Layout
 from instep._memory import Block
 from instep._reduction import reduce_slots
 from instep._shard import Answer, ShardRunner
 from instep._slots import rows_at
 from instep._template import Setup
-from instep._wire import COMMAND_NBYTES, Command, Kind, Op, Report
-
-# (layout, slot offsets, weights, offset of the result, first byte, last byte)
-Plan = tuple[Layout, list[int], list[float], int, tuple[int, int]]
+from instep._wire import COMMAND_NBYTES, Command, Kind, Op, Plan, Report
 
 
 def main() -> None:
@@ -48,6 +45,7 @@ def work(
     program: int,
 ) -> None:
     """Serves commands until the master closes the pipe."""
+    yield_to_others()
     blocks = Block(outbox), Block(program)
     desk = _Desk(setup, worker, incarnation, commands, *blocks)
     with contextlib.suppress(BrokenPipeError):
@@ -124,12 +122,14 @@ class _Desk:
         )
 
     def _average(self, command: Command) -> None:
-        plan: Plan = pickle.loads(self._outbox.at_least(command.plan)[: command.plan])
-        layout, offsets, weights, result, part = plan
+        record = bytes(self._outbox.at_least(command.plan)[: command.plan])
+        result, start, stop, offsets, weights = Plan.unpack(record)
+        params = self._params.at_least(command.params.nbytes), command.params
+        layout = self._runner.layout(params)
         memory = self._slots.at_least(command.slots_nbytes)
         slots = rows_at(memory, offsets, layout.nbytes)
         out = np.frombuffer(memory, np.uint8, layout.nbytes, result)
-        reduce_slots(slots, weights, layout, out, part)
+        reduce_slots(slots, weights, layout, out, (start, stop))
         self._report(Kind.AVERAGED, number=command.number)
 
     def _fail(self, number: int, error: BaseException) -> None:

@@ -233,7 +233,7 @@ def _least_squares(engine: AnyEngine, workers: int, shards: int) -> Any:
 
 
 def _large(engine: AnyEngine, workers: int) -> Any:
-    w = np.linspace(-1, 1, 700_001).astype(np.float32)  # 2.8 MB, an odd number
+    w = np.linspace(-1, 1, 1_200_001).astype(np.float32)  # 4.8 MB, an odd number
     with _pool(_outer, engine, workers, shards=3) as pool:
         return [pool(w, np.arange(7.0, dtype=np.float32) * k)[1] for k in (1, 2)]
 

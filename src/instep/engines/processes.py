@@ -29,6 +29,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+from instep._cores import move_to_own_cores, usable_cores
 from instep._errors import EngineUnavailableError, PoolClosedError, StartError
 from instep._exceptions import unpack_error
 from instep._frame import FrameRef, FrameWriter, aligned
@@ -40,7 +41,7 @@ from instep._sharding import Batch
 from instep._ship import ship
 from instep._slots import Slots
 from instep._template import Setup, open_process
-from instep._wire import REPORT_NBYTES, Command, ForkOrder, Kind, Op, Report
+from instep._wire import REPORT_NBYTES, Command, ForkOrder, Kind, Op, Plan, Report
 from instep.engines._base import Done, Event, Failed, Lost, Ready
 
 # Seconds a worker may take from its start to its first word, the framework's import
@@ -53,8 +54,10 @@ AVERAGE_BYTES_PER_S = 200e6
 # How many workers in a row may end before one starts.
 START_FAILURES = 3
 # Bytes of outputs from which the workers average, each its part; below, the master
-# is done before they are awake.
-LARGE = 1 << 20
+# is done before they are awake and through with theirs.
+LARGE = 1 << 22
+# The least a worker is woken up for.
+PART = 1 << 20
 
 # -P keeps the current folder, whose files may be named like modules, off the import
 # path. Assertions of a loss run where they run in the master.
@@ -199,6 +202,8 @@ class Processes:
         self._start_missing()
         for worker in [w for w in self._seats if w >= workers]:
             self._dismiss(worker)
+        for seat in self._seats.values():
+            self._move_to_own_cores(seat)
 
     def _start_missing(self) -> None:
         """Starts workers in seats that are empty, if nobody is told to do so."""
@@ -399,7 +404,12 @@ class Processes:
         seat.pid, self._start_failures = report.status, 0
         self._starting.pop(seat.worker, None)
         self._idle[seat.worker] = None
+        self._move_to_own_cores(seat)
         self._pending.append(Ready(seat.worker))
+
+    def _move_to_own_cores(self, seat: _Seat) -> None:
+        if seat.pid:
+            move_to_own_cores(seat.pid, seat.worker, self._workers, self._threads)
 
     def _note_answer(self, seat: _Seat, report: Report) -> None:
         self._idle[seat.worker] = None
@@ -517,21 +527,23 @@ class Processes:
         numbers, self._average_failed = dict[int, int](), False
         for worker, part in zip(self._idle.copy(), self._parts(), strict=False):
             self._slots.hold(result)
-            plan = self._layout, offsets, list(weights), result, part
-            self._send_plan(worker, pickle.dumps(plan), result)
+            plan = Plan(result, *part, tuple(offsets), tuple(weights))
+            self._send_plan(worker, plan.pack(), result)
             numbers[worker] = self._number
         return self._are_averaged(numbers)
 
     def _parts(self) -> list[tuple[int, int]]:
         assert self._layout is not None
-        nbytes, number = self._layout.nbytes, len(self._idle)
+        nbytes = self._layout.nbytes
+        number = min(len(self._idle), usable_cores(), nbytes // PART)
         cuts = [aligned(nbytes * k // number) for k in range(number)] + [nbytes]
         return list(itertools.pairwise(cuts))
 
     def _send_plan(self, worker: int, plan: bytes, result: int) -> None:
         self._seats[worker].outbox.at_least(len(plan))[: len(plan)] = plan
         self._seats[worker].shard = -1
-        self._command(worker, Op.AVERAGE, result, plan=len(plan))
+        params, _ = self._refs
+        self._command(worker, Op.AVERAGE, result, params=params, plan=len(plan))
 
     def _are_averaged(self, numbers: dict[int, int]) -> bool:
         """Waits for the workers with these commands; False if one is late or lost."""

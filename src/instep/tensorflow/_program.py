@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 
 from instep._aux import ShardAnswer
-from instep._options import usable_cores
+from instep._cores import usable_cores
 from instep._program import Array, ShardResult, Task
 from instep._tree import flatten
 from instep._values import Marker, marked
