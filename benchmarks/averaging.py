@@ -45,7 +45,7 @@ from instep.engines.processes import LARGE
 PROCESSES = (2, 3, 4)
 # Beside the vector, a slot has a line of 64 bytes; so the first of the two is below.
 AROUND_LARGE = LARGE - 128, LARGE + 64
-SIZES = (64, 4096, 1 << 18, *AROUND_LARGE, 2_700_000, 16_000_000)
+SIZES = (64, 4096, 1 << 18, 1 << 20, 2_700_000, *AROUND_LARGE, 16_000_000)
 LARGE_SIZES = (100_000_000, 400_000_000, 1_000_000_000)
 # Seconds one contender takes steps in one round.
 TURN_S = 0.05
@@ -200,7 +200,7 @@ def print_row(first: tuple[object, object], cells: Iterable[str]) -> None:
 
 def size_text(nbytes: int) -> str:
     if nbytes in AROUND_LARGE:
-        return f"1 MiB {nbytes - LARGE:+d}"
+        return f"{LARGE >> 20} MiB {nbytes - LARGE:+d}"
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (1024, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"

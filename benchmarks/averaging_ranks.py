@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from crew import Answer, Order, rank_of, received_orders, serve
 
-# Bytes of all vectors that the bound works on at a time: they stay in the cache.
-BLOCK = 1 << 18
+# Bytes of all vectors that the bound works on at a time: the sum stays in the cache.
+BLOCK = 1 << 20
 # After so many elements a vector repeats itself.
 PERIOD = 1024
 # How many elements are compared at a time.
@@ -188,18 +188,17 @@ class Bound:
         own = cut[1] - cut[0], cut[0]
         self._parts = [own_values(k, *own) for k in range(self._ranks)]
         self._first, self._mean = cut[0], np.zeros_like(self._parts[0])
-        self._sum = np.empty(max(1, BLOCK // 4 // self._ranks), np.float32)
+        self._number = BLOCK // 4 // (self._ranks + 1)
 
     def step(self) -> None:
         factor = np.float32(1 / self._ranks)
-        for start in range(0, len(self._mean), len(self._sum)):
-            block = slice(start, start + len(self._sum))
+        for start in range(0, len(self._mean), self._number):
+            block = slice(start, start + self._number)
             out = self._mean[block]
-            spare = self._sum[: len(out)]
-            np.add(self._parts[0][block], self._parts[1][block], out=spare)
+            np.add(self._parts[0][block], self._parts[1][block], out=out)
             for part in self._parts[2:]:
-                np.add(spare, part[block], out=spare)
-            np.multiply(spare, factor, out=out)
+                np.add(out, part[block], out=out)
+            np.multiply(out, factor, out=out)
 
     def check(self, stride: int) -> None:
         expect(self._mean, self._ranks, stride, first=self._first)

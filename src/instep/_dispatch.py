@@ -117,9 +117,8 @@ class Dispatcher:
     def _late(self, call: _Call) -> list[int]:
         """Workers who take too long for their shard, the slowest first."""
         limit = self._pace.limit
-        if limit is None:
+        if limit is None or (moment := time.monotonic() - limit) < call.begin:
             return []
-        moment = time.monotonic() - limit
         late = [w for w in call.schedule.alone() if self._since[w] <= moment]
         return sorted(late, key=self._since.__getitem__)
 
@@ -184,11 +183,14 @@ class Dispatcher:
 
     def _time_left(self, idle: list[int], call: _Call) -> float | None:
         """Seconds until a worker is overdue, or late while another is idle."""
-        moments = list(self._due.values())
+        now, moments = time.monotonic(), list(self._due.values())
         limit = self._pace.limit
         if idle and limit is not None:
-            moments.extend(self._since[w] + limit for w in call.schedule.alone())
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+            if now < call.begin + limit:  # before that nobody can be late
+                moments.append(call.begin + limit)
+            else:
+                moments.extend(self._since[w] + limit for w in call.schedule.alone())
+        return max(0.0, min(moments) - now) if moments else None
 
     def _replace_overdue(self, call: _Call) -> None:
         if not self._due:
@@ -210,3 +212,4 @@ class _Call:
     tasks: Sequence[Task]
     schedule: Schedule
     answers: dict[int, Done] = field(default_factory=dict)
+    begin: float = field(default_factory=time.monotonic)
