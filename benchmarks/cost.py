@@ -2,7 +2,9 @@
 
     python benchmarks/cost.py [--quick] [--json PATH] [--picture PATH]
 
-    workers    1 to 64 workers that sleep instead of computing, so that two cores are
+    pipes      1 to 64 processes that are told to sleep by a pipe each and answer by
+               one for all, and nothing else; beyond the longest sleep
+    workers    as many workers that sleep instead of computing, so that two cores are
                enough for all; what a step takes beyond the longest sleep
     shards     two workers and 2 to 64 shards with an empty gradient
     bytes      two workers whose gradients have been there since before
@@ -51,6 +53,7 @@ def main() -> None:
     facts = {**describe(PACKAGES), "load before": load()}
     quick = 3 if options.quick else None
     growth = {
+        "pipes": measure(pipes, WORKERS[:quick], options.rounds),
         "workers": measure(sleepers, WORKERS[:quick], options.rounds),
         "shards": measure(splitters, SHARDS[:quick], options.rounds),
         "bytes": measure(carriers, NBYTES[:quick], options.rounds),
@@ -90,6 +93,26 @@ def measure(
             for number in turns(list(cases), count):
                 times[number].append(cases[number]())
     return times
+
+
+def pipes(stack: ExitStack, processes: int) -> Turn:
+    """What can be had with so many sleeping processes and pipes alone."""
+    answers, answer = os.pipe()
+    children = [cost_losses.sleep_when_told(answer) for _ in range(processes)]
+    commands = [command for _, command in children]
+    for descriptor in (answers, answer, *commands):
+        stack.callback(os.close, descriptor)
+    for pid, _ in children:
+        stack.callback(cost_losses.end, pid)
+
+    def take() -> float:
+        begin = time.perf_counter()
+        for command in commands:
+            os.write(command, bytes(100))
+        slept = cost_losses.sleeps(answers, processes)
+        return time.perf_counter() - begin - max(slept)
+
+    return lambda: statistics.median(take() for _ in range(5))
 
 
 def sleepers(stack: ExitStack, workers: int) -> Turn:
@@ -252,8 +275,8 @@ def draw(
     draw_parts(left, parts)
     times = growth["workers"]
     medians = [1e6 * statistics.median(seconds) for seconds in times.values()]
-    right.loglog(list(times), medians, "o-", base=2)
-    right.set_xticks(list(times), [str(number) for number in times])
+    right.plot(list(times), medians, "o-")
+    right.set_ylim(bottom=0)
     right.set_xlabel("workers, asleep instead of computing")
     right.set_title(f"a step beyond the longest sleep, us ({os.cpu_count()} cores)")
     right.grid(alpha=0.3)
