@@ -37,9 +37,18 @@ from instep._errors import WorkerLostError as WorkerLostError
 from instep._errors import WorkerTraceback as WorkerTraceback
 from instep._job import Job as Job
 from instep._shuffled import shuffled as shuffled
+from instep._stream import Stream as Stream
+from instep._stream import Update as Update
 from instep._values import Mean as Mean
 from instep._values import Sum as Sum
 from instep._values import Weighted as Weighted
+from instep.modes.asynchronous import Asynchronous as Asynchronous
+from instep.modes.corrections import DelayCompensated as DelayCompensated
+from instep.modes.corrections import StalenessAware as StalenessAware
+from instep.modes.local import Local as Local
+from instep.modes.replay import Replay as Replay
+from instep.modes.stale_synchronous import StaleSynchronous as StaleSynchronous
+from instep.modes.synchronous import Synchronous as Synchronous
 
 if TYPE_CHECKING:
     from instep import engines as engines
@@ -54,7 +63,7 @@ __version__ = "0.1.0"
 
 # So that tracebacks name the place a user can import from.
 for _public in list(globals().values()):
-    if getattr(_public, "__module__", "").startswith("instep._"):
+    if getattr(_public, "__module__", "").startswith(("instep._", "instep.modes.")):
         _public.__module__ = "instep"
 del _public
 

@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from instep._errors import ShardTimeoutError, StartError, WorkerLostError
-from instep._exceptions import with_origin
+from instep._blame import deadly, failure, overdue
 from instep._options import Options
 from instep._pace import Pace
 from instep._program import Program, Task
@@ -147,27 +146,16 @@ class Dispatcher:
             self._lose(event.worker, call, event.reason)
 
     def _fail(self, event: Failed, call: _Call) -> None:
-        if event.at_start:
-            error = StartError(
-                f"worker {event.worker} could not start: "
-                f"{type(event.error).__name__}: {event.error}"
-            )
-            raise with_origin(error, event.text, f"worker {event.worker}, at its start")
-        shard = call.schedule.finish(event.worker)
-        if shard is None:
-            return  # another worker has answered before
-        where = f"shard {shard} of {len(call.tasks)}, on worker {event.worker}"
-        raise with_origin(event.error, event.text, where)
+        shard = None if event.at_start else call.schedule.finish(event.worker)
+        if event.at_start or shard is not None:  # else another has answered before
+            raise failure(event, f"shard {shard} of {len(call.tasks)}")
 
     def _lose(self, worker: int, call: _Call, reason: str) -> None:
         shard = self._replace(worker, call)
         if shard is not None:
-            raise WorkerLostError(
-                f"Worker {worker} stopped while computing shard {shard} of "
-                f"{len(call.tasks)} ({reason}), as did {self._retries} before it. The "
-                "loss may end the process, or the system have run out of memory; try "
-                f"more, smaller shards: shards={2 * len(call.tasks)}."
-            )
+            what = f"shard {shard} of {len(call.tasks)}"
+            advice = f"more, smaller shards: shards={2 * len(call.tasks)}"
+            raise deadly(worker, what, reason, self._retries, advice)
 
     def _replace(self, worker: int, call: _Call) -> int | None:
         """Starts another process in a worker's place.
@@ -200,11 +188,11 @@ class Dispatcher:
             del self._due[worker]
             shard = self._replace(worker, call)
             if shard is not None:
-                raise ShardTimeoutError(
-                    f"Worker {worker} took longer than timeout={self._timeout} s for "
-                    f"shard {shard} of {len(call.tasks)}, as did {self._retries} "
-                    "before it. Give more time, or more, smaller shards."
+                what, advice = (
+                    f"shard {shard} of {len(call.tasks)}",
+                    "more, smaller shards",
                 )
+                raise overdue(worker, what, self._timeout, self._retries, advice)
 
 
 @dataclass(slots=True)

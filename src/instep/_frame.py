@@ -68,19 +68,46 @@ class _Header:
     extra: Any
 
 
+RESIDENT = -1
+
+
 class FrameRef(NamedTuple):
-    """What a reader has to know of a frame: which header, and how many bytes."""
+    """What a reader has to know of a frame.
+
+    Attributes:
+        header_id: of its header; equal for frames that differ in values alone.
+        nbytes: its length.
+        base: where it begins in the block of kept frames; RESIDENT: it is the one that
+            every call overwrites.
+    """
 
     header_id: int
     nbytes: int
+    base: int = RESIDENT
+
+
+class HeaderIds:
+    """Numbers headers; equal ones, one after the other, have the same number."""
+
+    def __init__(self) -> None:
+        self._header: Any = None
+        self._number = 0
+
+    def of(self, header: Any) -> int:
+        """The number of the header made from these values."""
+        if header != self._header:
+            self._header = header
+            self._number += 1
+        return self._number
 
 
 class FrameWriter:
     """Writes one tree after the other into the same memory."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, ids: HeaderIds | None = None) -> None:
         self._memory = memory
         self._written: Any = None  # what the header was made from
+        self._ids = ids or HeaderIds()
         self._header_id = 0
         self._nbytes = 0
         self._buffer = memory.at_least(0)
@@ -119,7 +146,7 @@ class FrameWriter:
         self._buffer[: _HEADER.size] = _HEADER.pack(end, len(text))
         self._buffer[end : self._nbytes] = text
         self._targets = list(_targets(self._buffer, entries, plan.bounds))
-        self._header_id += 1
+        self._header_id = self._ids.of((plan, extra, objects))
 
 
 class FrameReader:
@@ -128,17 +155,19 @@ class FrameReader:
     def __init__(self) -> None:
         self._header_id = 0
         self._header: _Header | None = None
-        self._places: dict[int, list[Array | None]] = {}  # of each shard
+        # Of each frame (by its base) and shard.
+        self._places: dict[tuple[int, int], list[Array | None]] = {}
         self._memory: Any = None  # where they lie; grown, it may be another
         self.has_numbers = False  # the last tree had some: copies, not views
 
     def read(self, buffer: memoryview, ref: FrameRef, shard: int) -> tuple[Any, Any]:
         """The tree of this shard and the frame's `extra`. The views are read-only."""
         header = self._current(buffer, ref)
-        places = self._places.get(shard)
+        key = ref.base, shard
+        places = self._places.get(key)
         if places is None:
             places = [_place(buffer, entry, shard) for entry in header.entries]
-            self._places[shard] = places
+            self._places[key] = places
         pairs = zip(header.entries, places, strict=True)
         leaves = [_leaf(entry, place, header, shard) for entry, place in pairs]
         return unflatten(header.structure, leaves), header.extra

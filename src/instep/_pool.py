@@ -5,31 +5,36 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from instep._aux import ShardAnswer, merge_aux
+from instep._aux import ShardAnswer
 from instep._check import Report, Trial, check
 from instep._cores import usable_cores
 from instep._dispatch import Dispatcher
 from instep._errors import ArgumentError, PoolBrokenError, PoolClosedError, StartError
 from instep._layout import Layout
 from instep._options import Options
+from instep._outcome import Outcome
 from instep._program import Array, Output, Program, Rule, Task
 from instep._reduction import reduce_scalar
 from instep._rival import Rival
 from instep._sharding import Batch, Splitter
 from instep._statistics import Statistics
+from instep._stream import Prepared, Stream
 from instep._tuning import Progress, Tuning, decide, measure, settings
 from instep.engines import make_engine
 from instep.engines._base import Engine
+from instep.modes import Mode, Synchronous
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+
+_SYNCHRONOUS = Synchronous()
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
@@ -42,29 +47,6 @@ def _renew_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of one call over the whole batch.
-
-    Attributes:
-        loss: numpy scalar, in the dtype of the loss.
-        weight: sum of the shards' weights.
-        outputs: one array per output, or None; memory that is not used again while
-            anyone holds it.
-        shards: what each shard gave, in order.
-    """
-
-    loss: Any
-    weight: float
-    outputs: list[Array | None]
-    shards: list[ShardAnswer]
-
-    @property
-    def aux(self) -> Any:
-        """The aux of the whole batch, merged by the rules of `instep.Sum`."""
-        return merge_aux(self.shards)
 
 
 class Pool:
@@ -84,6 +66,10 @@ class Pool:
         self._outputs: Sequence[Output] = ()
         self._splitter, self._params = Splitter(self.shards), Splitter(1)
         self._broken: BaseException | None = None
+        self._stream: weakref.ref[Stream] | None = None
+        self._parts_of_stream: int | None = (
+            None  # of a stream's batch, while it is prepared
+        )
         self._engine: Engine = make_engine(options.engine)
         self._dispatcher = Dispatcher(self._engine, options)
         self._closer = weakref.finalize(
@@ -223,6 +209,99 @@ class Pool:
             seconds=tuple(counters.seconds.get(w, 0.0) for w in workers),
         )
 
+    def stream(
+        self,
+        batches: Iterable[Any],
+        mode: Mode = _SYNCHRONOUS,
+        *,
+        params: Any = None,
+        record: str | os.PathLike[str] | None = None,
+    ) -> Stream:
+        """Updates, one per optimizer step, by the rules of a mode.
+
+        The loop is the same in every mode: take the optimizer's step after each update.
+        Where parameters are not updated in place, `publish` the new ones.
+
+        Between updates the pool's other methods may be called; they wait for the
+        gradients under way. A pool has one stream at a time; another one ends it.
+
+        Args:
+            batches: of the script; each a tuple of the loss's arguments after the
+                parameters, or a single one. Taken when a worker can begin with one.
+            mode: `instep.Synchronous()`, `Asynchronous()`, `StaleSynchronous(bound)`,
+                `Local(steps, optimizer)` or `Replay(path)`.
+            params: as `stream.publish(params)` before the first update.
+            record: a file to write the order of events to, for `instep.Replay`.
+
+        Returns:
+            A `Stream`: an iterator of `Update`s.
+
+        Raises:
+            ArgumentError: no mode, one that does not fit the pool, or nothing was
+                published. As for a step otherwise.
+        """
+        with self._lock:
+            self._check_usable()
+            if not hasattr(mode, "rules"):
+                raise ArgumentError(
+                    f"mode={mode!r}; expected a mode, such as instep.Synchronous() or "
+                    "instep.Asynchronous()"
+                )
+            if (before := self._open_stream()) is not None:
+                before.close()
+            if params is not None:
+                self._stream_publish(params)
+            stream = Stream(self, batches, mode, record)
+            self._stream = weakref.ref(stream)
+            return stream
+
+    def _open_stream(self) -> Stream | None:
+        return None if self._stream is None else self._stream()
+
+    def _end_stream(self, stream: Stream) -> None:
+        """The stream is closed."""
+        if self._open_stream() is stream:
+            self._stream = None
+
+    def _settle(self) -> None:
+        """Workers have nothing under way when this returns."""
+        if (stream := self._open_stream()) is not None:
+            stream.settle()
+
+    # What a stream asks of an adapter
+
+    def _stream_publish(self, params: Any) -> None:
+        """The parameters are these now."""
+        raise ArgumentError(
+            "the parameters are the model's own and updated in place; there is nothing "
+            "to publish"
+        )
+
+    @contextmanager
+    def _split_into(self, parts: int) -> Iterator[None]:
+        """Inside, batches are prepared for so many parts."""
+        self._parts_of_stream = parts
+        try:
+            yield
+        finally:
+            self._parts_of_stream = None
+
+    def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared:
+        """The arguments of the loss as trees of arrays."""
+        raise ArgumentError(f"a {type(self).__name__} has no stream")
+
+    def _stream_params(self, prepared: Prepared) -> Any:
+        """The parameters as they are now, as for a step."""
+        raise NotImplementedError
+
+    def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
+        """Of the parameters' leaves those that outputs are the gradients of."""
+        raise NotImplementedError
+
+    def _stream_result(self, outcome: Outcome, prepared: Prepared) -> tuple[Any, Any]:
+        """(value, gradients) as the framework's own; hands them over."""
+        raise NotImplementedError
+
     def resize(self, workers: int) -> None:
         """Changes the number of worker processes; the bits stay the same.
 
@@ -237,6 +316,7 @@ class Pool:
         options = self._options.with_workers(workers)
         with self._lock:
             self._check_usable()
+            self._settle()  # workers that are ended have nothing under way
             self._options = options
             self._dispatcher.resize(options.workers or 1)
 
@@ -301,8 +381,11 @@ class Pool:
 
     def _ship(self, program: Program) -> None:
         """Starts the workers with this program, in place of the one they had."""
+        stream = self._open_stream()
+        if stream is not None:
+            stream.settle()
         self._sent = program
-        self._dispatcher.start(program)
+        self._dispatcher.start(program if stream is None else stream.program(program))
 
     def _resident(self) -> list[Array]:
         """Where the last parameters lie in the workers' memory; [] if nowhere."""
@@ -328,6 +411,7 @@ class Pool:
         """
         with self._lock:
             self._check_usable()
+            self._settle()
             parts = self._splitter.split(batch, split_arguments)
             self._rows = parts.plan.rows
             try:

@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 
 from instep._errors import LossError
-from instep._frame import FrameReader, FrameRef
+from instep._frame import RESIDENT, FrameReader, FrameRef
 from instep._layout import Layout, store
 from instep._program import Array, Program, Task
 from instep._seeding import seed_python
@@ -60,8 +60,8 @@ class ShardRunner:
 
     def __init__(self, program: Program, threads: int) -> None:
         self._program = program
-        self._params = FrameReader()
-        self._batch = FrameReader()
+        self._params, self._batch = FrameReader(), FrameReader()
+        self._kept_params, self._kept_batch = FrameReader(), FrameReader()
         self._views: _Views | None = None
         self._outputs: _Outputs | None = None
         self._seeded: Any = None  # what the generators are seeded from
@@ -74,7 +74,8 @@ class ShardRunner:
         of a small shard's time off the critical path.
         """
         self._seed(task._replace(step=task.step + task.gradient))
-        if not (self._params.has_numbers or self._batch.has_numbers):
+        readers = self._readers(params, batch)
+        if not any(reader.has_numbers for reader in readers):
             self._views = self._look(task.shard, params, batch)
 
     def run(self, task: Task, params: Frame, batch: Frame, slot: Slot) -> Answer:
@@ -104,16 +105,25 @@ class ShardRunner:
 
     def layout(self, params: Frame) -> Layout:
         """Where outputs lie in a slot, while these are the parameters."""
-        layout: Layout = self._params.extra(*params)
+        layout: Layout = self._readers(params, params)[0].extra(*params)
         return layout
 
     def _seed(self, task: Task) -> None:
         self._seeded = task.seeds
         seed_python(task.seed)
 
+    def _readers(self, params: Frame, batch: Frame) -> tuple[FrameReader, FrameReader]:
+        """Who reads such frames: headers are numbered among their like."""
+        is_kept = params[1].base != RESIDENT, batch[1].base != RESIDENT
+        return (
+            self._kept_params if is_kept[0] else self._params,
+            self._kept_batch if is_kept[1] else self._batch,
+        )
+
     def _look(self, shard: int, params: Frame, batch: Frame) -> _Views:
-        arguments, _ = self._batch.read(*batch, shard)
-        parameters, layout = self._params.read(*params, 0)
+        of_params, of_batch = self._readers(params, batch)
+        arguments, _ = of_batch.read(*batch, shard)
+        parameters, layout = of_params.read(*params, 0)
         return _Views((shard, params[1], batch[1]), arguments, parameters, layout)
 
     def _outputs_in(self, layout: Layout, slot: Slot) -> _Outputs:

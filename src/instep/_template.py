@@ -40,7 +40,8 @@ class Setup:
         modules: what to import before forking.
         threads: threads per worker inside one operation.
         report_fd: write end of the pipe to the master.
-        block_fds: shared memory of parameters, batch and slots.
+        block_fds: shared memory of parameters, batch, slots, kept parameters and kept
+            batches.
     """
 
     master: int
@@ -48,7 +49,7 @@ class Setup:
     modules: tuple[str, ...]
     threads: int
     report_fd: int
-    block_fds: tuple[int, int, int]
+    block_fds: tuple[int, ...]
 
 
 # (setup, worker, incarnation, descriptors of commands, outbox and program)

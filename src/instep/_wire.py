@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
     ENDED = 5
 
 
-_COMMAND = struct.Struct("<BQqIIQQ?QQQQQQQQ")
+_COMMAND = struct.Struct("<BQqIIQQ?QQQqQQqQQQ")
 COMMAND_NBYTES = _COMMAND.size
 _REPORT = struct.Struct("<BIIQddQqB16s")
 REPORT_NBYTES = _REPORT.size
@@ -85,8 +85,8 @@ class Command(NamedTuple):
         """The command in these bytes."""
         fields = _COMMAND.unpack(record)
         op, number = fields[:2]
-        task, params, batch = Task(*fields[2:9]), fields[9:11], fields[11:13]
-        slot, slots_nbytes, plan = fields[13:]
+        task, params, batch = Task(*fields[2:9]), fields[9:12], fields[12:15]
+        slot, slots_nbytes, plan = fields[15:]
         frames = FrameRef(*params), FrameRef(*batch)
         return cls(op, number, task, *frames, slot, slots_nbytes, plan)
 

@@ -19,9 +19,10 @@ from threadpoolctl import threadpool_limits
 from instep import _template
 from instep._cores import yield_to_others
 from instep._exceptions import pack_error
+from instep._frame import RESIDENT, FrameRef
 from instep._memory import Block
 from instep._reduction import reduce_slots
-from instep._shard import Answer, ShardRunner
+from instep._shard import Answer, Frame, ShardRunner
 from instep._slots import rows_at
 from instep._template import Setup
 from instep._wire import COMMAND_NBYTES, Command, Kind, Op, Plan, Report
@@ -69,7 +70,8 @@ class _Desk:
         self._commands = commands
         self._outbox = outbox
         self._program = program
-        self._params, self._batch, self._slots = map(Block, setup.block_fds)
+        params, batch, self._slots, *kept = map(Block, setup.block_fds)
+        self._of_params, self._of_batch = (params, kept[0]), (batch, kept[1])
 
     def serve(self) -> None:
         try:
@@ -100,8 +102,8 @@ class _Desk:
             if command.op == Op.AVERAGE:
                 self._average(command)
                 return
-            params = self._params.at_least(command.params.nbytes), command.params
-            batch = self._batch.at_least(command.batch.nbytes), command.batch
+            params = _frame(*self._of_params, command.params)
+            batch = _frame(*self._of_batch, command.batch)
             slot = self._slots.at_least(command.slots_nbytes), command.slot
             answer = self._runner.run(command.task, params, batch, slot)
             self._answer(command.number, answer)
@@ -124,8 +126,7 @@ class _Desk:
     def _average(self, command: Command) -> None:
         record = bytes(self._outbox.at_least(command.plan)[: command.plan])
         result, start, stop, offsets, weights = Plan.unpack(record)
-        params = self._params.at_least(command.params.nbytes), command.params
-        layout = self._runner.layout(params)
+        layout = self._runner.layout(_frame(*self._of_params, command.params))
         memory = self._slots.at_least(command.slots_nbytes)
         slots = rows_at(memory, offsets, layout.nbytes)
         out = np.frombuffer(memory, np.uint8, layout.nbytes, result)
@@ -143,6 +144,13 @@ class _Desk:
 
     def _report(self, kind: Kind, **fields: Any) -> None:
         os.write(self._setup.report_fd, Report(kind, *self._who, **fields).pack())
+
+
+def _frame(resident: Block, kept: Block, ref: FrameRef) -> Frame:
+    """Where the frame lies."""
+    if ref.base == RESIDENT:
+        return resident.at_least(ref.nbytes), ref
+    return kept.at_least(ref.base + ref.nbytes)[ref.base :], ref
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -10,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from instep._check import Trial
-from instep._errors import GradientError, LossError
+from instep._errors import ArgumentError, GradientError, LossError
 from instep._options import Options
-from instep._pool import Outcome, Pool
+from instep._outcome import Outcome
+from instep._pool import Pool
 from instep._program import Array, Output, ShardResult, Task
 from instep._sharding import take_rows
+from instep._stream import Prepared
 from instep._tree import (
     Structure,
     flatten,
@@ -67,6 +71,7 @@ class GradientPool(Pool):
 
     def __init__(self, program: NumpyProgram, options: Options) -> None:
         super().__init__(program, options)
+        self._published = _Published()
         self._form: Any = None
         self._expected: list[Output] = []
 
@@ -94,6 +99,26 @@ class GradientPool(Pool):
         outputs = self._gradients(leaves, structure)
         return self._value(self._step(params, batch, outputs, gradient=False))
 
+    def _stream_publish(self, params: Any) -> None:
+        leaves, structure = flatten(params)
+        self._published = _Published(params, self._gradients(leaves, structure))
+
+    def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared:
+        return Prepared(batch, None, self._published.expected())
+
+    def _stream_params(self, prepared: Prepared) -> Any:
+        self._published.expected()
+        return self._published.params
+
+    def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
+        return leaves
+
+    def _stream_result(self, outcome: Outcome, prepared: Prepared) -> tuple[Any, Any]:
+        leaves, structure = flatten(self._published.params)
+        self._published.is_new = False
+        grads = unflatten(structure, map(_like, outcome.outputs, leaves))
+        return self._value(outcome), grads
+
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
         params, *rest = arguments
         batch = tuple(rest) if index is None else take_rows(tuple(rest), index)
@@ -118,6 +143,35 @@ class GradientPool(Pool):
 
 
 @dataclass
+class _Published:
+    """The parameters of a stream."""
+
+    params: Any = None
+    outputs: Sequence[Output] | None = None
+    is_new: bool = True  # since the last update
+
+    def expected(self) -> Sequence[Output]:
+        """One output per parameter.
+
+        Raises:
+            ArgumentError: there are no parameters, or only numbers that nobody can
+                have updated in place.
+        """
+        if self.outputs is None:
+            raise ArgumentError(
+                "a stream needs parameters before its first update: "
+                "pool.stream(batches, mode, params=w)"
+            )
+        leaves = flatten(self.params)[0]
+        if not (self.is_new or any(isinstance(x, np.ndarray) for x in leaves)):
+            raise ArgumentError(
+                "the parameters are numbers, which cannot have been updated in place; "
+                "call stream.publish(params) after each update"
+            )
+        return self.outputs
+
+
+@dataclass
 class NumpyProgram:
     """Calls `fun` in the worker and takes its gradient apart."""
 
@@ -131,6 +185,14 @@ class NumpyProgram:
     def preserved(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def private(self, params: Any) -> _Private:
+        """A copy of the parameters."""
+        return _Private(params)
+
+    def optimizer(self, optimizer: Any, private: _Private) -> _Method:
+        """`optimizer(params, grads) -> params`, working on the copy."""
+        return _Method(optimizer, private)
+
     def compute(self, params: Any, batch: tuple[Any, ...], task: Task) -> ShardResult:
         value, grad = _pair(self.fun(params, *batch), "(loss, grad)")
         loss, aux = (
@@ -140,6 +202,43 @@ class NumpyProgram:
         if isinstance(loss, Weighted):
             loss, weight = loss.value, loss.weight
         return ShardResult(loss, weight, _gradients(grad, params), aux)
+
+
+class _Private:
+    """Parameters of a worker's own."""
+
+    def __init__(self, params: Any) -> None:
+        self._leaves, self.structure = flatten(params)
+        self.arrays = [np.array(leaf) for leaf in self._leaves]
+
+    def params(self) -> Any:
+        return unflatten(self.structure, map(_like, self.arrays, self._leaves))
+
+    def keep(self, result: ShardResult) -> None:
+        pass  # a function of NumPy changes nothing else
+
+
+class _Method:
+    """An optimizer that is a function of parameters and gradients."""
+
+    def __init__(self, function: Callable[..., Any], private: _Private) -> None:
+        self._function, self._private = copy.deepcopy(function), private
+
+    def step(self, gradients: Sequence[Array]) -> None:
+        private = self._private
+        grads = unflatten(private.structure, gradients)
+        updated = leaves_like(
+            self._function(private.params(), grads), private.structure
+        )
+        for array, new in zip(private.arrays, updated, strict=True):
+            np.copyto(array, new)
+
+    def state(self) -> Any:
+        """The object itself; a plain function remembers nothing."""
+        return None if inspect.isfunction(self._function) else self._function
+
+    def load(self, state: Any) -> None:
+        self._function = self._function if state is None else state
 
 
 def _pair(value: Any, form: str) -> tuple[Any, Any]:

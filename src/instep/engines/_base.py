@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from instep._frame import FrameRef
 from instep._layout import Layout
 from instep._program import Array, Program, Task
 from instep._sharding import Batch
+from instep._shelf import Shelf
 
 
 class Done(NamedTuple):
@@ -55,6 +57,20 @@ class Ready:
 Event = Done | Failed | Lost | Ready
 
 
+class Kept(NamedTuple):
+    """A shard whose frames stay until they are released.
+
+    Attributes:
+        params: on the shelf of parameters.
+        batch: on the shelf of batches.
+        key: of its outputs, which stay until they are averaged or forgotten.
+    """
+
+    params: FrameRef
+    batch: FrameRef
+    key: int
+
+
 class Engine(Protocol):
     """What a pool needs from an engine."""
 
@@ -64,8 +80,17 @@ class Engine(Protocol):
         Those that run another program are replaced.
         """
 
+    kept_params: Shelf
+    kept_batches: Shelf
+
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
-        """Makes parameters and batch readable by all workers; returns bytes moved."""
+        """Makes parameters and batch readable by all workers; returns bytes moved.
+
+        Forgets the call before this one.
+        """
+
+    def lay_out(self, layout: Layout) -> None:
+        """Outputs lie so from now on."""
 
     def idle(self) -> list[int]:
         """Workers that wait for a shard."""
@@ -73,8 +98,8 @@ class Engine(Protocol):
     def busy(self) -> list[int]:
         """Workers that compute or average, even if nobody waits for it any more."""
 
-    def submit(self, worker: int, task: Task) -> None:
-        """Has an idle worker compute a shard."""
+    def submit(self, worker: int, task: Task, kept: Kept | None = None) -> None:
+        """Has an idle worker compute a shard: of the published call, or kept."""
 
     def wait(self, timeout: float | None) -> list[Event]:
         """What happened since the last call; waits for it up to `timeout` seconds.
@@ -82,8 +107,16 @@ class Engine(Protocol):
         None: until something happens. An empty list: nothing did.
         """
 
-    def average(self, weights: Sequence[float]) -> list[Array | None]:
-        """The outputs of the published call, combined over shards 0, 1, ..."""
+    def average(
+        self, weights: Sequence[float], keys: Sequence[int] | None = None
+    ) -> list[Array | None]:
+        """The outputs of the published call, combined over shards 0, 1, ...
+
+        keys: those of kept frames with these keys instead, which are given up.
+        """
+
+    def forget(self, key: int) -> None:
+        """Gives up the outputs of kept frames with this key."""
 
     def resident(self) -> list[Array]:
         """Where the parameters lie that the workers read; [] where they get copies.

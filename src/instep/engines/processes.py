@@ -38,11 +38,12 @@ from instep._memory import Block
 from instep._program import Array, Program, Task
 from instep._reduction import average_slots, present_views
 from instep._sharding import Batch
+from instep._shelf import Shelf
 from instep._ship import ship
 from instep._slots import Slots
 from instep._template import Setup, open_process
 from instep._wire import REPORT_NBYTES, Command, ForkOrder, Kind, Op, Plan, Report
-from instep.engines._base import Done, Event, Failed, Lost, Ready
+from instep.engines._base import Done, Event, Failed, Kept, Lost, Ready
 
 # Seconds a worker may take from its start to its first word, the framework's import
 # included: TensorFlow takes 8 s on a slow disk, more under load.
@@ -77,7 +78,8 @@ class _Seat:
     outbox: Block
     pid: int = 0
     number: int = 0  # the command it carries out, 0: none
-    shard: int = -1  # what it computes
+    shard: int = -1  # what it computes: of a call
+    key: int | None = None  # or of kept frames
     slot: int = -1  # the slot it may write to
 
 
@@ -136,29 +138,35 @@ class Processes:
         self._are_missing = self._is_closing = self._is_receiving = False
         self._workers = 0
         self._layout: Layout | None = None
-        self._slot_of: dict[int, int] = {}
+        self._slot_of: dict[int, int] = {}  # of a call's shards
+        self._kept_slots: dict[int, int] = {}  # by key
         with _descriptors(), ExitStack() as opened:
             self._blocks = [
-                opened.enter_context(closing(Block.create())) for _ in range(3)
+                opened.enter_context(closing(Block.create())) for _ in range(5)
             ]
             self._params = FrameWriter(self._blocks[0])
             self._batch = FrameWriter(self._blocks[1])
             self._slots = Slots(self._blocks[2])
+            self.kept_params = Shelf(self._blocks[3])
+            self.kept_batches = Shelf(self._blocks[4])
             self._start_template()
             opened.pop_all()  # all is there: it stays
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
         self._oldest = self._number + 1
-        if self._are_missing:
-            self._start_missing()
         for _, slot in sorted(self._slot_of.items()):
             self._slots.give(slot)
         self._slot_of.clear()
+        self.lay_out(layout)
+        self._refs = self._params.write(params, layout), self._batch.write(batch)
+        return sum(ref.nbytes for ref in self._refs)
+
+    def lay_out(self, layout: Layout) -> None:
+        if self._are_missing:
+            self._start_missing()
         if layout is not self._layout:
             self._slots.resize(layout.nbytes)
             self._layout = layout
-        self._refs = self._params.write(params, layout), self._batch.write(batch)
-        return sum(ref.nbytes for ref in self._refs)
 
     def idle(self) -> list[int]:
         return list(self._idle)
@@ -166,9 +174,11 @@ class Processes:
     def busy(self) -> list[int]:
         return [w for w, seat in self._seats.items() if seat.number and seat.pid]
 
-    def submit(self, worker: int, task: Task) -> None:
-        params, batch = self._refs
-        self._seats[worker].shard = task.shard
+    def submit(self, worker: int, task: Task, kept: Kept | None = None) -> None:
+        params, batch = self._refs if kept is None else kept[:2]
+        self._params_ref = params  # which say how outputs are laid out
+        seat = self._seats[worker]
+        seat.shard, seat.key = task.shard, None if kept is None else kept.key
         self._command(worker, Op.COMPUTE, self._slots.take(), task, params, batch)
 
     def wait(self, timeout: float | None) -> list[Event]:
@@ -177,13 +187,33 @@ class Processes:
         events, self._pending = self._pending, []
         return events
 
-    def average(self, weights: Sequence[float]) -> list[Array | None]:
+    def average(
+        self, weights: Sequence[float], keys: Sequence[int] | None = None
+    ) -> list[Array | None]:
+        if keys is None:
+            self._oldest = self._number + 1  # a late worker may still compute a shard
+            return self._average(
+                [self._slot_of[k] for k in range(len(weights))], weights
+            )
+        try:
+            return self._average([self._kept_slots[key] for key in keys], weights)
+        finally:
+            for key in keys:
+                self.forget(key)
+
+    def forget(self, key: int) -> None:
+        self._slots.give(self._kept_slots.pop(key))
+
+    def _average(
+        self, offsets: list[int], weights: Sequence[float]
+    ) -> list[Array | None]:
         assert self._layout is not None
-        self._oldest = self._number + 1  # a late worker may still compute a shard
-        offsets = [self._slot_of[shard] for shard in range(len(weights))]
         slots = self._slots.rows(offsets)
         if self._layout.nbytes < LARGE or not self._idle:
             return average_slots(slots, weights, self._layout)
+        if len(offsets) == 1:  # the average is there already
+            self._slots.hold(offsets[0])
+            return present_views(slots, self._layout, self._slots.lend(offsets[0]))
         result = self._slots.take()
         try:
             if self._average_in_workers(offsets, weights, result):
@@ -267,6 +297,7 @@ class Processes:
         for block in (*self._blocks, self._program):
             block.close()
         del self._params, self._batch, self._slots  # they hold views of the blocks
+        del self.kept_params, self.kept_batches
 
     # Starting and ending processes
 
@@ -296,7 +327,7 @@ class Processes:
                 os.close(fd)
 
     def _popen(self, block: Block, report_fd: int, orders: int) -> Any:
-        shared = self._blocks[0].fd, self._blocks[1].fd, self._blocks[2].fd
+        shared = tuple(block.fd for block in self._blocks)
         setup = Setup(
             master=os.getpid(),
             sys_path=tuple(sys.path),
@@ -417,8 +448,11 @@ class Processes:
         is_wanted = report.number >= self._oldest
         if report.kind == Kind.FAILED and seat.shard < 0:
             self._average_failed, is_wanted = True, False
-        if report.kind == Kind.DONE and is_wanted and seat.shard not in self._slot_of:
-            self._slot_of[seat.shard] = slot  # of a shard's answers the first counts
+        slots, key = self._slot_of, seat.shard
+        if seat.key is not None:
+            slots, key = self._kept_slots, seat.key
+        if report.kind == Kind.DONE and is_wanted and key not in slots:
+            slots[key] = slot  # of a shard's answers the first counts
         else:
             self._slots.give(slot)
         if report.kind == Kind.AVERAGED:
@@ -542,8 +576,8 @@ class Processes:
     def _send_plan(self, worker: int, plan: bytes, result: int) -> None:
         self._seats[worker].outbox.at_least(len(plan))[: len(plan)] = plan
         self._seats[worker].shard = -1
-        params, _ = self._refs
-        self._command(worker, Op.AVERAGE, result, params=params, plan=len(plan))
+        layout = self._params_ref
+        self._command(worker, Op.AVERAGE, result, params=layout, plan=len(plan))
 
     def _are_averaged(self, numbers: dict[int, int]) -> bool:
         """Waits for the workers with these commands; False if one is late or lost."""
@@ -596,7 +630,7 @@ def _descriptors() -> Iterator[None]:
             raise
         raise OSError(
             error.errno,
-            f"{error.strerror}: a pool needs 3 file descriptors for each worker and 12 "
+            f"{error.strerror}: a pool needs 3 file descriptors for each worker and 14 "
             "besides; use fewer workers, or raise the limit (ulimit -n)",
         ) from error
 

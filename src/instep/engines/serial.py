@@ -16,13 +16,15 @@ from threadpoolctl import ThreadpoolController
 
 from instep._frame import FrameWriter
 from instep._layout import Layout
+from instep._memory import Block
 from instep._program import Array, Program, Task
 from instep._reduction import average_slots
 from instep._seeding import preserved_generators
-from instep._shard import ShardRunner
+from instep._shard import Frame, ShardRunner, Slot
 from instep._sharding import Batch
+from instep._shelf import Shelf
 from instep._ship import ship
-from instep.engines._base import Done, Event, Failed
+from instep.engines._base import Done, Event, Failed, Kept
 
 _WORKER = 0
 
@@ -48,7 +50,11 @@ class Serial:
         self._memory = [PrivateMemory() for _ in range(3)]
         self._params = FrameWriter(self._memory[0])
         self._batch = FrameWriter(self._memory[1])
+        self._blocks = [Block.create() for _ in range(2)]
+        self.kept_params, self.kept_batches = map(Shelf, self._blocks)
+        self._outputs: dict[int, Array] = {}  # of kept frames, by key
         self._task: Task | None = None
+        self._kept: Kept | None = None
 
     def start(self, program: Program, workers: int, threads: int) -> None:
         # Through the pickle, so that a loss which cannot travel fails here too and
@@ -58,10 +64,13 @@ class Serial:
         self._threads = threads
 
     def publish(self, params: Batch, batch: Batch, layout: Layout) -> int:
-        self._layout = layout
+        self.lay_out(layout)
         self._refs = self._params.write(params, layout), self._batch.write(batch)
         self._slots = self._memory[2].at_least(layout.nbytes * len(batch.plan.bounds))
         return sum(ref.nbytes for ref in self._refs)
+
+    def lay_out(self, layout: Layout) -> None:
+        self._layout = layout
 
     def idle(self) -> list[int]:
         return [] if self._task else [_WORKER]
@@ -69,24 +78,32 @@ class Serial:
     def busy(self) -> list[int]:
         return [_WORKER] if self._task else []
 
-    def submit(self, worker: int, task: Task) -> None:
-        self._task = task
+    def submit(self, worker: int, task: Task, kept: Kept | None = None) -> None:
+        self._task, self._kept = task, kept
 
     def wait(self, timeout: float | None) -> list[Event]:
         task, self._task = self._task, None
         if task is None:
             return []
         try:
-            return [self._run(task)]
+            return [self._run(task, self._kept)]
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             return [Failed(_WORKER, error, text)]
 
-    def average(self, weights: Sequence[float]) -> list[Array | None]:
+    def average(
+        self, weights: Sequence[float], keys: Sequence[int] | None = None
+    ) -> list[Array | None]:
+        if keys is not None:
+            kept = [self._outputs.pop(key) for key in keys]
+            return average_slots(kept, weights, self._layout)
         size = self._layout.nbytes
         slots = np.frombuffer(self._slots, np.uint8)
         rows = slots[: size * len(weights)].reshape(len(weights), size)
         return average_slots(rows, weights, self._layout)
+
+    def forget(self, key: int) -> None:
+        del self._outputs[key]
 
     def resident(self) -> list[Array]:
         return self._params.resident()
@@ -108,16 +125,16 @@ class Serial:
 
     def close(self) -> None:
         self._task = None
+        for block in self._blocks:
+            block.close()
 
-    def _run(self, task: Task) -> Done:
+    def _run(self, task: Task, kept: Kept | None) -> Done:
         with ExitStack() as stack:
             stack.enter_context(preserved_generators())
             stack.enter_context(self._program.preserved())
             runner = self._runner or self._start_runner()
             stack.enter_context(self._pools.limit(limits=self._threads))
-            params, batch = zip(self._buffers(), self._refs, strict=True)
-            slot = self._slots, task.shard * self._layout.nbytes
-            answer = runner.run(task, params, batch, slot)
+            answer = runner.run(task, *self._places(task, kept))
         aux = cloudpickle.loads(answer.aux) if answer.aux else None
         return Done(_WORKER, answer.loss, answer.weight, aux, answer.seconds)
 
@@ -126,5 +143,13 @@ class Serial:
         self._pools = ThreadpoolController()  # once: finding them takes 1 ms
         return self._runner
 
-    def _buffers(self) -> list[memoryview]:
-        return [memory.at_least(0) for memory in self._memory[:2]]
+    def _places(self, task: Task, kept: Kept | None) -> tuple[Frame, Frame, Slot]:
+        """Where the shard's parameters and batch lie, and where its outputs go."""
+        if kept is None:
+            buffers = [memory.at_least(0) for memory in self._memory[:2]]
+            params, batch = zip(buffers, self._refs, strict=True)
+            return params, batch, (self._slots, task.shard * self._layout.nbytes)
+        out = self._outputs[kept.key] = np.zeros(self._layout.nbytes, np.uint8)
+        params = self.kept_params.view(kept.params), kept.params
+        batch = self.kept_batches.view(kept.batch), kept.batch
+        return params, batch, (out.data, 0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from instep._aux import ShardAnswer, merge_columns
 from instep._errors import LossError
-from instep._pool import Outcome
+from instep._outcome import Outcome
 from instep._values import marked
 from instep.jax._loss import AuxForm, AuxLeaf, rebuilt_aux
 from instep.jax._program import Extras

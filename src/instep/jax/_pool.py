@@ -11,12 +11,15 @@ from jax.tree_util import tree_unflatten
 from instep._check import Trial
 from instep._errors import ArgumentError
 from instep._options import Options
+from instep._outcome import Outcome
 from instep._pool import Pool
 from instep._program import Array, Rule
 from instep._sharding import take_rows
 from instep._ship import ship
+from instep._stream import Prepared
 from instep.jax._answer import Answer
 from instep.jax._call import Call, Caller, Plan
+from instep.jax._form import Role
 from instep.jax._leaves import fold_keys, is_key, weakly_typed
 from instep.jax._loss import LossCall
 from instep.jax._nodes import registrations_of_main
@@ -104,6 +107,8 @@ class GradientPool(Pool):
         self._argnums = argnums
         self._caller = Caller(argnums, in_axes)
         self._trial_seed = 0
+        self._published: Any = None  # the parameters of a stream
+        self._is_new = False  # since the last update
         super().__init__(_program(loss, options), options)
 
     def replace_loss(self, loss: Callable[..., Any]) -> None:
@@ -150,6 +155,52 @@ class GradientPool(Pool):
         loss = LossCall(self._loss, self._options.has_aux, plan.form)
         shards = min(self.shards, plan.rows)
         return traced_answer(call, loss, run, shards=shards, gradient=gradient)
+
+    # Streams
+
+    def _stream_publish(self, params: Any) -> None:
+        if self._argnums != 0:
+            raise ArgumentError(
+                f"a stream needs argnums=0, the parameters; this pool has "
+                f"argnums={self._argnums!r}"
+            )
+        self._published, self._is_new = params, True
+
+    def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared:
+        plan, leaves = self._stream_call(batch)
+        whole, rows = plan.place(plan.transit(leaves))
+        # Arguments that go whole to every shard travel with the parameters.
+        key = plan if len(whole) == 1 + len(plan.outputs["mean"]) else id(batch)
+        outputs = plan.outputs[self._options.reduction]
+        return Prepared(rows, None, outputs, (plan, batch), key)
+
+    def _stream_params(self, prepared: Prepared) -> Any:
+        if not self._is_new:
+            raise ArgumentError(
+                "nothing was published after the last update, and JAX arrays are not "
+                "updated in place; call stream.publish(params) after each"
+            )
+        plan, leaves = self._stream_call(prepared.form[1])
+        return plan.place(plan.transit(leaves))[0]
+
+    def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
+        roles = [leaf.role for leaf in prepared.form[0].form.leaves]
+        roles = [role for role in roles if role in (Role.PARAM, Role.WHOLE)]
+        pairs = zip(leaves[1:], roles, strict=True)
+        return [array for array, role in pairs if role is Role.PARAM]
+
+    def _stream_result(self, outcome: Outcome, prepared: Prepared) -> tuple[Any, Any]:
+        self._is_new = False
+        answer = Answer.of(outcome).on_device()
+        return self._value(answer), self._grads(answer, prepared.form[0])
+
+    def _stream_call(self, batch: tuple[Any, ...]) -> Call:
+        if self._published is None:
+            raise ArgumentError(
+                "a stream needs parameters before its first update: "
+                "pool.stream(batches, mode, params=params)"
+            )
+        return self._caller.call((self._published, *batch), {})
 
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
         plan, leaves = self._caller.call(arguments, {})

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from instep._errors import BatchError
-from instep._pool import Outcome, Pool
+from instep._outcome import Outcome
+from instep._pool import Pool
 from instep._program import Array, Output, Rule
 from instep._slices import merge_slices
 from instep.tensorflow._graph import GraphLoss, GraphTrace, node_name, read_all

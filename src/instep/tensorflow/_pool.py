@@ -13,10 +13,12 @@ from instep._aux import merge_aux
 from instep._check import Trial
 from instep._errors import ArgumentError, GradientError
 from instep._options import Options
-from instep._pool import Outcome, Pool
+from instep._outcome import Outcome
+from instep._pool import Pool
 from instep._program import Array, Output, Rule
 from instep._sharding import take_rows
 from instep._slices import merge_slices
+from instep._stream import Prepared
 from instep._tree import unflatten
 from instep._values import Weighted
 from instep.tensorflow._arrays import read_variable
@@ -26,7 +28,7 @@ from instep.tensorflow._program import (
     threads_of_this_process,
 )
 from instep.tensorflow._trace import EagerTrace, LossFunction
-from instep.tensorflow._traces import Entry, Traces
+from instep.tensorflow._traces import Batch, Entry, Traces
 
 
 class GradientPool(Pool):
@@ -79,7 +81,7 @@ class GradientPool(Pool):
         function = LossFunction(loss, lambda: _variables(model), options.has_aux)
         self._traces = Traces(
             function,
-            lambda: self.shards,
+            lambda: self._parts_of_stream or self.shards,
             lambda batch: _arguments(loss, model, batch),
         )
         self._num_shipped = 0
@@ -105,11 +107,7 @@ class GradientPool(Pool):
                 a lookup table or a Python function.
         """
         entry, outcome = self._outcome(batch, gradient=True)
-        trace, outputs = entry.traced.trace, list(outcome.outputs)
-        num_dense = len(outputs) - len(trace.state)
-        self._update(entry.traced, outputs[num_dense:], outcome)
-        grads = self._gradients(entry.traced, outputs[:num_dense], outcome)
-        return self._value(entry.traced, outcome), grads
+        return self._handed_over(entry, outcome)
 
     def evaluate(self, *batch: Any) -> Any:
         """The loss (or `(loss, aux)`) over the whole batch.
@@ -118,6 +116,33 @@ class GradientPool(Pool):
         """
         entry, outcome = self._outcome(batch, gradient=False)
         return self._value(entry.traced, outcome)
+
+    def _handed_over(self, entry: Entry, outcome: Outcome) -> tuple[Any, list[Any]]:
+        """(value, gradients); variables that the loss writes have their new values."""
+        trace, outputs = entry.traced.trace, list(outcome.outputs)
+        num_dense = len(outputs) - len(trace.state)
+        self._update(entry.traced, outputs[num_dense:], outcome)
+        grads = self._gradients(entry.traced, outputs[:num_dense], outcome)
+        return self._value(entry.traced, outcome), grads
+
+    # Streams
+
+    def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared:
+        arrays, entry = self._found(batch, gradient=True)
+        arguments = *arrays.shippable(), entry.number
+        return Prepared(arguments, None, self._outputs_for(entry), entry, entry.number)
+
+    def _stream_params(self, prepared: Prepared) -> Any:
+        return [read_variable(v) for v in prepared.form.traced.variables]
+
+    def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
+        traced = prepared.form.traced
+        places = {id(v): k for k, v in enumerate(traced.variables)}
+        pairs = zip(traced.trace.gradients, traced.differentiated, strict=True)
+        return [leaves[places[id(v)]] for g, v in pairs if isinstance(g, str)]
+
+    def _stream_result(self, outcome: Outcome, prepared: Prepared) -> tuple[Any, Any]:
+        return self._handed_over(prepared.form, outcome)
 
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
         batch = arguments if index is None else take_rows(arguments, index)
@@ -135,6 +160,19 @@ class GradientPool(Pool):
     def _outcome(
         self, arguments: tuple[Any, ...], *, gradient: bool
     ) -> tuple[Entry, Outcome]:
+        batch, entry = self._found(arguments, gradient=gradient)
+        outcome = self._step(
+            [read_variable(v) for v in entry.traced.variables],
+            (*batch.shippable(), entry.number),
+            self._outputs_for(entry),
+            gradient=gradient,
+        )
+        return entry, outcome
+
+    def _found(
+        self, arguments: tuple[Any, ...], *, gradient: bool
+    ) -> tuple[Batch, Entry]:
+        """The batch, and the trace for it, which the workers have."""
         if not tf.executing_eagerly():
             raise ArgumentError(
                 "the pool was called while a graph is being built (in a tf.function, "
@@ -149,13 +187,7 @@ class GradientPool(Pool):
                 "differentiate by"
             )
         self._ship_new_traces()
-        outcome = self._step(
-            [read_variable(v) for v in entry.traced.variables],
-            (*batch.shippable(), entry.number),
-            self._outputs_for(entry),
-            gradient=gradient,
-        )
-        return entry, outcome
+        return batch, entry
 
     def _outputs_for(self, entry: Entry) -> list[Output]:
         """The same list at every call, which spares the pool a comparison."""

@@ -13,9 +13,11 @@ import torch
 from instep._check import Trial
 from instep._errors import ArgumentError
 from instep._options import Options
-from instep._pool import Outcome, Pool
+from instep._outcome import Outcome
+from instep._pool import Pool
 from instep._program import Array, Output, Program
 from instep._sharding import take_rows
+from instep._stream import Prepared
 from instep.torch._anatomy import Anatomy, Place, anatomy, wiring
 from instep.torch._arrays import numpy_dtype, to_array, to_tensor
 from instep.torch._batch import to_arrays
@@ -24,6 +26,7 @@ from instep.torch._model import check_model
 from instep.torch._modes import DENSE, gradient_kinds, modes_of
 from instep.torch._optimizers import expect_no_step, expect_step
 from instep.torch._packing import Packing
+from instep.torch._private import dense_arrays
 from instep.torch._program import TorchProgram
 from instep.torch._seats import Seats
 
@@ -106,12 +109,7 @@ class GradientPool(Pool):
         """
         with self._lock:
             value, gradients = self.gradients(*batch)
-            with torch.no_grad():
-                for parameter, gradient in zip(
-                    self._parts.parameters, gradients, strict=True
-                ):
-                    if gradient is not None:
-                        _accumulate(parameter, gradient)
+            self._accumulate_all(gradients)
         expect_step(self._model)
         return value
 
@@ -126,13 +124,23 @@ class GradientPool(Pool):
             the order of `model.parameters()`. Parameter hooks are not called.
         """
         with self._lock:
-            outcome = self._outcome(*to_arrays(batch, detach=False))
-            if all(extras.is_constant for extras in extras_of(outcome.shards)):
-                torch.zeros(()).backward()  # type: ignore[no-untyped-call]  # raises
-            value, found = self._value(outcome), self._gradients(outcome)
-            with torch.no_grad():
-                self._write_buffers(outcome)
-            return value, [found.get(k) for k in range(len(self._parts.parameters))]
+            return self._handed_over(self._outcome(*to_arrays(batch, detach=False)))
+
+    def _handed_over(self, outcome: Outcome) -> tuple[Any, list[torch.Tensor | None]]:
+        """`(value, gradients)`; the buffers have their new values."""
+        if all(extras.is_constant for extras in extras_of(outcome.shards)):
+            torch.zeros(()).backward()  # type: ignore[no-untyped-call]  # raises
+        value, found = self._value(outcome), self._gradients(outcome)
+        with torch.no_grad():
+            self._write_buffers(outcome)
+        return value, [found.get(k) for k in range(len(self._parts.parameters))]
+
+    def _accumulate_all(self, gradients: list[torch.Tensor | None]) -> None:
+        with torch.no_grad():
+            pairs = zip(self._parts.parameters, gradients, strict=True)
+            for parameter, gradient in pairs:
+                if gradient is not None:
+                    _accumulate(parameter, gradient)
 
     def evaluate(self, *batch: Any) -> Any:
         """The loss (or `(loss, aux)`) over the whole batch, under `torch.no_grad()`.
@@ -147,6 +155,32 @@ class GradientPool(Pool):
         expect_no_step(self._model)
         self._leaver()
         super().close()
+
+    # Streams
+
+    def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared:
+        arrays, formats = to_arrays(batch, detach=False)
+        self._follow()
+        outputs = self._expect(modes_of(self._parts, self._sparse))
+        splits = [True] * len(arrays) + [False]
+        return Prepared((*arrays, formats), splits, outputs)
+
+    def _stream_params(self, prepared: Prepared) -> Any:
+        self._follow()
+        modes = modes_of(self._parts, self._sparse)
+        return self._seats.values(), self._shelf.packed(self._buffers()), modes
+
+    def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
+        return dense_arrays(self._seats.packing, leaves[0], self._expected.indices)
+
+    def _stream_result(self, outcome: Outcome, prepared: Prepared) -> tuple[Any, Any]:
+        """The gradients are put into `.grad`, in place of those of the last update."""
+        value, gradients = self._handed_over(outcome)
+        for parameter in self._parts.parameters:
+            parameter.grad = None
+        self._accumulate_all(gradients)
+        expect_step(self._model)
+        return value, [parameter.grad for parameter in self._parts.parameters]
 
     def _try(self, arguments: tuple[Any, ...], index: Array | None) -> Trial:
         arrays, formats = to_arrays(arguments, detach=False)

@@ -24,6 +24,7 @@ from instep.torch._buffers import Buffers
 from instep.torch._extras import Slices, extras, outside_slot
 from instep.torch._modes import DENSE, SPARSE, Modes, library_flags, set_library_flags
 from instep.torch._packing import Packing
+from instep.torch._private import Method, Private
 from instep.torch._strangers import strangers
 
 
@@ -83,6 +84,14 @@ class TorchProgram:
             with torch.no_grad():
                 loss, weight, aux = self._call(arguments)
         return ShardResult(to_array(loss), weight, [], extras(aux))
+
+    def private(self, params: Any) -> Private:
+        """A copy of parameters and buffers, for steps of the worker's own."""
+        return Private(params, self.seats, self.shelf)
+
+    def optimizer(self, optimizer: Any, private: Private) -> Method:
+        """`optimizer(parameters)`, for the copy."""
+        return Method(optimizer, private)
 
     def _take_seats(self, values: Array) -> None:
         """Points the parameters at their values, which stay where they are for long."""

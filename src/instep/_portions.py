@@ -1,0 +1,159 @@
+"""Batches -> portions: what one worker computes at once, cut out in the master.
+
+A portion goes whole to its worker: its rows are a batch of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from instep._program import Array
+from instep._sharding import Batch, Bounds, Kind, Plan, slice_items
+from instep._tree import LEAF, Structure
+from instep.modes._rules import Mode, Portion
+
+# Turns whose bounds are known: portions are dropped soon after they were cut.
+_REMEMBERED = 16
+
+_WHOLE = {Kind.ROWS: Kind.WHOLE, Kind.ITEMS: Kind.OBJECT}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a worker gets that takes steps of its own: a tree, sent as any other.
+
+    Attributes:
+        batches: arguments of the loss, one tuple for each step.
+        state: pickled state of its optimizer, as bytes in an array; empty at first.
+    """
+
+    batches: tuple[Any, ...]
+    state: Array
+
+
+class Cut(NamedTuple):
+    """A portion, cut out.
+
+    Attributes:
+        first: how many batches the script gave before those of this turn.
+        rows: (start, stop) within each of its batches.
+        batches: the rows, as arguments of the loss; one per batch of the turn.
+        tag: what `split` gave with the first of them.
+    """
+
+    first: int
+    rows: list[tuple[int, int]]
+    batches: list[Batch]
+    tag: Any
+
+
+class Portions:
+    """Takes batches from the script when a portion is wanted, and cuts them up.
+
+    Args:
+        batches: the script's; each a tuple of arguments, or one argument.
+        mode: says how many batches make a turn.
+        parts: into how many parts a batch is split.
+        split: takes a batch apart; gives something to go with it, too.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        mode: Mode,
+        split: Callable[[Any], tuple[Batch, Any]],
+    ) -> None:
+        self._batches = iter(batches)
+        self._mode, self._split = mode, split
+        self._plans: dict[Any, Plan] = {}
+        self._turn, self._first, self._taken = -1, 0, 0
+        self._current: list[tuple[Batch, Any]] = []
+        self._bounds: dict[int, Bounds] = {}  # of the last few turns
+        self._shard = self._shards = 0
+
+    def next(self) -> Portion | None:
+        """The portion that is to be handed out next; None after the last."""
+        if self._shard >= self._shards and not self._take():
+            return None
+        return Portion(self._turn, self._shard, self._shards)
+
+    def cut(self, portion: Portion) -> Cut:
+        """This portion, which is the next."""
+        self._shard += 1
+        batches = [
+            batch
+            for batch, _ in self._current
+            if portion.shard < len(batch.plan.bounds)  # a short one has fewer parts
+        ]
+        rows = [batch.plan.bounds[portion.shard] for batch in batches]
+        pieces = zip(batches, rows, strict=True)
+        cut = [self._piece(batch, *bounds) for batch, bounds in pieces]
+        return Cut(self._first, rows, cut, self._current[0][1])
+
+    def skip(self) -> None:
+        """The next portion is not wanted."""
+        self._shard += 1
+
+    def skip_turn(self, turn: int) -> None:
+        """No more portions of this turn are wanted."""
+        if turn == self._turn:
+            self._shard = self._shards
+
+    def rows(self, portion: Portion) -> tuple[int, int]:
+        """(start, stop) of a portion of one of the last turns, in its first batch."""
+        return self._bounds[portion.turn][portion.shard]
+
+    def _take(self) -> bool:
+        """Takes the batches of another turn; False if there are none."""
+        number = self._mode.batches(self._turn + 1)
+        found = [self._split(b) for b in itertools.islice(self._batches, number)]
+        if found:
+            self._turn += 1
+            self._first, self._taken = self._taken, self._taken + len(found)
+            bounds = [batch.plan.bounds for batch, _ in found]
+            self._current, self._shard, self._shards = found, 0, max(map(len, bounds))
+            self._bounds[self._turn] = bounds[0]
+            self._bounds.pop(self._turn - _REMEMBERED, None)
+        return bool(found)
+
+    def _piece(self, batch: Batch, start: int, stop: int) -> Batch:
+        pairs = zip(batch.leaves, batch.plan.kinds, strict=True)
+        leaves = [_sliced(leaf, kind, start, stop) for leaf, kind in pairs]
+        return Batch(self._plan(batch.plan, stop - start), leaves)
+
+    def _plan(self, plan: Plan, rows: int) -> Plan:
+        """That of a piece; the same one for pieces of the same form."""
+        if (plan, rows) not in self._plans:
+            if len(self._plans) >= 64:
+                self._plans.clear()
+            kinds = tuple(_WHOLE.get(kind, kind) for kind in plan.kinds)
+            self._plans[plan, rows] = _whole(plan.structure, kinds)
+        return self._plans[plan, rows]
+
+
+def turn_of(batches: list[Batch], state: Array, plans: dict[Any, Plan]) -> Batch:
+    """The one argument `Turn(batches, state)`, taken apart."""
+    parts = tuple(batch.plan for batch in batches)
+    key = parts, state.size
+    if key not in plans:
+        plans.clear()
+        below = tuple(plan.structure for plan in parts)
+        steps = Structure(tuple, tuple(range(len(parts))), below)
+        turn = Structure(Turn, ("batches", "state"), (steps, LEAF))
+        kinds = (*itertools.chain(*(plan.kinds for plan in parts)), Kind.WHOLE)
+        plans[key] = _whole(Structure(tuple, (0,), (turn,)), kinds)
+    leaves = [leaf for batch in batches for leaf in batch.leaves]
+    return Batch(plans[key], [*leaves, state])
+
+
+def _whole(structure: Structure, kinds: tuple[Kind, ...]) -> Plan:
+    return Plan(structure, kinds, 0, (), has_objects=Kind.OBJECT in kinds)
+
+
+def _sliced(leaf: Any, kind: Kind, start: int, stop: int) -> Any:
+    if kind is Kind.ROWS:
+        return leaf[start:stop]
+    return slice_items(leaf, start, stop) if kind is Kind.ITEMS else leaf
