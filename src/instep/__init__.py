@@ -37,6 +37,14 @@ from instep._errors import WorkerLostError as WorkerLostError
 from instep._errors import WorkerTraceback as WorkerTraceback
 from instep._job import Job as Job
 from instep._shuffled import shuffled as shuffled
+from instep._simulation import Constant as Constant
+from instep._simulation import Gamma as Gamma
+from instep._simulation import HeavyTail as HeavyTail
+from instep._simulation import Network as Network
+from instep._simulation import OneSlow as OneSlow
+from instep._simulation import Simulation as Simulation
+from instep._simulation import Training as Training
+from instep._simulation import simulate as simulate
 from instep._stream import Stream as Stream
 from instep._stream import Update as Update
 from instep._values import Mean as Mean

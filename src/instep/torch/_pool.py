@@ -161,6 +161,7 @@ class GradientPool(Pool):
     def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared:
         arrays, formats = to_arrays(batch, detach=False)
         self._follow()
+        self._seats.seat(self._seats.values())  # in one vector: quickly copied
         outputs = self._expect(modes_of(self._parts, self._sparse))
         splits = [True] * len(arrays) + [False]
         return Prepared((*arrays, formats), splits, outputs)
