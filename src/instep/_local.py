@@ -55,8 +55,8 @@ class Optimizer(Protocol):
 class Walker(Program, Protocol):
     """A program whose parameters can be had privately."""
 
-    def private(self, params: Any) -> Private:
-        """A copy."""
+    def private(self, params: Any, arguments: tuple[Any, ...]) -> Private:
+        """A copy, for batches like this one."""
 
     def optimizer(self, optimizer: Any, private: Private) -> Optimizer:
         """The user's optimizer, for these arrays."""
@@ -104,6 +104,7 @@ class LocalProgram:
         return self.program.modules
 
     def start(self, threads: int) -> None:
+        self._steps = 0
         self.program.start(threads)
 
     def preserved(self) -> AbstractContextManager[None]:
@@ -115,21 +116,25 @@ class LocalProgram:
         return self._walk(params, batch[0], task)
 
     def _walk(self, params: Any, turn: Turn, task: Task) -> ShardResult:
-        private = self.program.private(params)
+        private = self.program.private(params, turn.batches[0])
         old = [array.copy() for array in private.arrays]
         optimizer = self._optimizer(private, turn.state)
         results = []
         total = [np.zeros_like(array) for array in old]
         for number, arguments in enumerate(turn.batches):
-            now = task._replace(step=task.step + number)
+            self._steps += 1
+            rows = int(turn.rows[number])
+            step, version = task.step + number, -self._steps  # unlike any before
+            now = task._replace(step=step, rows=rows, version=version)
             result = self.program.compute(private.params(), arguments, now)
             gradients = _dense(result, len(old))
             for part, gradient in zip(total, gradients, strict=True):
                 part += gradient
             optimizer.step(gradients)
             private.keep(result)
-            results.append(_Step(result, task.rows))
-        outputs = self._outputs(old, private.arrays, total)
+            results.append(_Step(result, rows))
+        outputs: list[Array | None] = [*self._outputs(old, private.arrays, total)]
+        outputs += results[-1].result.outputs[len(old) :]  # state
         own = private.arrays if self.keeps else None
         memory = cloudpickle.dumps(Memory(optimizer.state(), own))
         return _merged(results, outputs, memory)
@@ -196,8 +201,8 @@ class _Step(NamedTuple):
 
 def _dense(result: ShardResult, number: int) -> list[Array]:
     """The gradients, all of which have to be there."""
-    gradients = [g for g in result.outputs if g is not None]
-    if len(gradients) != number or len(result.outputs) != number:
+    gradients = [g for g in result.outputs[:number] if g is not None]
+    if len(gradients) != number:
         raise LossError(
             f"the loss gave {len(gradients)} dense gradients for {number} parameters; "
             "steps of a worker's own need one for each: leave unused and sparse "
@@ -206,7 +211,9 @@ def _dense(result: ShardResult, number: int) -> list[Array]:
     return gradients
 
 
-def _merged(steps: Sequence[_Step], outputs: list[Array], memory: bytes) -> ShardResult:
+def _merged(
+    steps: Sequence[_Step], outputs: list[Array | None], memory: bytes
+) -> ShardResult:
     """One result: the mean loss over all steps, by their weights."""
     weights = [step.weight for step in steps]
     total = sum(weights)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from instep._program import Array
 from instep._sharding import Batch, Bounds, Kind, Plan, slice_items
 from instep._tree import LEAF, Structure
@@ -27,10 +29,12 @@ class Turn:
 
     Attributes:
         batches: arguments of the loss, one tuple for each step.
+        rows: of each.
         state: pickled state of its optimizer, as bytes in an array; empty at first.
     """
 
     batches: tuple[Any, ...]
+    rows: Array
     state: Array
 
 
@@ -134,19 +138,20 @@ class Portions:
         return self._plans[plan, rows]
 
 
-def turn_of(batches: list[Batch], state: Array, plans: dict[Any, Plan]) -> Batch:
-    """The one argument `Turn(batches, state)`, taken apart."""
-    parts = tuple(batch.plan for batch in batches)
+def turn_of(cut: Cut, state: Array, plans: dict[Any, Plan]) -> Batch:
+    """The one argument `Turn(batches, rows, state)`, taken apart."""
+    parts = tuple(batch.plan for batch in cut.batches)
     key = parts, state.size
     if key not in plans:
         plans.clear()
         below = tuple(plan.structure for plan in parts)
         steps = Structure(tuple, tuple(range(len(parts))), below)
-        turn = Structure(Turn, ("batches", "state"), (steps, LEAF))
-        kinds = (*itertools.chain(*(plan.kinds for plan in parts)), Kind.WHOLE)
+        turn = Structure(Turn, ("batches", "rows", "state"), (steps, LEAF, LEAF))
+        kinds = (*itertools.chain(*(plan.kinds for plan in parts)), *[Kind.WHOLE] * 2)
         plans[key] = _whole(Structure(tuple, (0,), (turn,)), kinds)
-    leaves = [leaf for batch in batches for leaf in batch.leaves]
-    return Batch(plans[key], [*leaves, state])
+    leaves = [leaf for batch in cut.batches for leaf in batch.leaves]
+    rows = np.array([stop - start for start, stop in cut.rows])
+    return Batch(plans[key], [*leaves, rows, state])
 
 
 def _whole(structure: Structure, kinds: tuple[Kind, ...]) -> Plan:

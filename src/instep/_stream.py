@@ -312,7 +312,7 @@ class Stream:
         version, read = self._read(prepared), self._began(lane)
         batch = cut.batches[0]
         if self._walk is not None:
-            batch = turn_of(cut.batches, self._memory(lane), self._turn_plans)
+            batch = turn_of(cut, self._memory(lane), self._turn_plans)
         kept = Kept(version.ref, engine.kept_batches.keep(batch), self._number)
         self._number += 1
         errand = _Errand(job, cut, prepared, version, kept, read)

@@ -185,7 +185,7 @@ class NumpyProgram:
     def preserved(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def private(self, params: Any) -> _Private:
+    def private(self, params: Any, arguments: tuple[Any, ...]) -> _Private:
         """A copy of the parameters."""
         return _Private(params)
 

@@ -19,10 +19,10 @@ from instep._ship import ship
 from instep._stream import Prepared
 from instep.jax._answer import Answer
 from instep.jax._call import Call, Caller, Plan
-from instep.jax._form import Role
 from instep.jax._leaves import fold_keys, is_key, weakly_typed
 from instep.jax._loss import LossCall
 from instep.jax._nodes import registrations_of_main
+from instep.jax._private import parameters
 from instep.jax._program import JaxProgram
 from instep.jax._traced import is_traced, traced_answer
 
@@ -184,10 +184,7 @@ class GradientPool(Pool):
         return plan.place(plan.transit(leaves))[0]
 
     def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
-        roles = [leaf.role for leaf in prepared.form[0].form.leaves]
-        roles = [role for role in roles if role in (Role.PARAM, Role.WHOLE)]
-        pairs = zip(leaves[1:], roles, strict=True)
-        return [array for array, role in pairs if role is Role.PARAM]
+        return parameters(prepared.form[0].form, leaves[1:])
 
     def _stream_result(self, outcome: Outcome, prepared: Prepared) -> tuple[Any, Any]:
         self._is_new = False

@@ -20,6 +20,7 @@ from instep.jax._flags import Flags, current_flags, set_flags
 from instep.jax._form import Form
 from instep.jax._loss import AuxForm, LossCall, Parts
 from instep.jax._nodes import Registration
+from instep.jax._private import Method, Private
 
 _MAX_FORMS = 64  # compiled functions that a worker keeps
 
@@ -90,6 +91,16 @@ class JaxProgram:
                 extras = Extras(static.weak, static.aux, aux_arrays)
             return ShardResult(np.asarray(value), weight, outputs, extras)
 
+    def private(self, params: Any, arguments: tuple[Any, ...]) -> Private:
+        """A copy of the parameters, for steps of the worker's own."""
+        flags, function = self._function(params[0].tobytes())
+        set_flags(flags)
+        return Private(params, function.form)
+
+    def optimizer(self, optimizer: Any, private: Private) -> Method:
+        """The optax optimizer, for the copy."""
+        return Method(optimizer, private)
+
     def _function(self, spec: bytes) -> tuple[Flags, _Function]:
         """The flags and the function that a spec describes."""
         found = self._shown.get(spec)
@@ -120,7 +131,7 @@ class _Function:
 
     def __init__(self, call: LossCall) -> None:
         self._call = call
-        self._form: Form = call.form
+        self.form: Form = call.form
         self._folds_keys = call.form.folds_keys
         self._untraceable = set[Any]()  # the shapes of which this is known
         self._has_failed = False  # the trace just made
@@ -132,7 +143,7 @@ class _Function:
         self, whole: list[Any], batch: tuple[Any, ...], task: Task
     ) -> tuple[Any, Any, list[Any]]:
         """Value, extras and gradients of one shard."""
-        params, rest = self._form.parted(self._form.in_place(whole, batch))
+        params, rest = self.form.parted(self.form.in_place(whole, batch))
         # One shard is the whole batch: its keys are the caller's own.
         shard = np.uint32(task.shard) if self._folds_keys and task.shards > 1 else None
         result = self._run_compiled(params, rest, shard, task.gradient)
@@ -147,7 +158,7 @@ class _Function:
         self, params: list[Any], rest: list[Any], shard: Any, gradient: bool
     ) -> Any:
         """None where it has to be done without."""
-        if self._form.has_text or self._is_known(params, rest):
+        if self.form.has_text or self._is_known(params, rest):
             return None
         self._has_failed = False
         try:

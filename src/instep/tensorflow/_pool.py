@@ -136,10 +136,7 @@ class GradientPool(Pool):
         return [read_variable(v) for v in prepared.form.traced.variables]
 
     def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
-        traced = prepared.form.traced
-        places = {id(v): k for k, v in enumerate(traced.variables)}
-        pairs = zip(traced.trace.gradients, traced.differentiated, strict=True)
-        return [leaves[places[id(v)]] for g, v in pairs if isinstance(g, str)]
+        return [leaves[k] for k in prepared.form.traced.trace.dense]
 
     def _stream_result(self, outcome: Outcome, prepared: Prepared) -> tuple[Any, Any]:
         return self._handed_over(prepared.form, outcome)

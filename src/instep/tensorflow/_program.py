@@ -23,6 +23,7 @@ from instep._cores import usable_cores
 from instep._program import Array, ShardResult, Task
 from instep._tree import flatten
 from instep._values import Marker, marked
+from instep.tensorflow._private import Method, Private
 from instep.tensorflow._random import states, variable_name
 from instep.tensorflow._state import fold
 
@@ -62,6 +63,7 @@ class Trace:
         loss: a scalar tensor.
         weight: a scalar tensor; None: a shard counts for its rows.
         gradients: dense ones, sparse ones and None, in the caller's order.
+        dense: indices of the variables that have a dense gradient.
         state: indices of the variables whose new value comes back, averaged.
         counters: indices of those whose new value is shard 0's.
         effects: ops that have to run too: assertions, writes to variables.
@@ -75,6 +77,7 @@ class Trace:
     loss: str
     weight: str | None = None
     gradients: tuple[Gradient, ...] = ()
+    dense: tuple[int, ...] = ()
     state: tuple[int, ...] = ()
     counters: tuple[int, ...] = ()
     effects: tuple[str, ...] = ()
@@ -122,12 +125,23 @@ class TensorFlowProgram:
 
     def compute(self, params: Any, batch: tuple[Any, ...], task: Task) -> ShardResult:
         *arguments, number = batch
-        key: TraceKey = (int(number), task.rows)
-        if key not in self.traces:
-            key = (int(number), None)
+        key = self._key(number, task.rows)
         if key not in self._runners:
             self._runners[key] = _Runner(self.traces[key], self._threads)
         return self._runners[key].compute(params, flatten(arguments)[0], task)
+
+    def private(self, params: Any, arguments: tuple[Any, ...]) -> Private:
+        """A copy of the variables, for steps of the worker's own."""
+        keys = [key for key in self.traces if key[0] == int(arguments[-1])]
+        return Private(params, self.traces[keys[0]])
+
+    def optimizer(self, optimizer: Any, private: Private) -> Method:
+        """The optimizer of Keras's that `optimizer()` gives, for the copy."""
+        return Method(optimizer, private)
+
+    def _key(self, number: Any, rows: int) -> TraceKey:
+        key: TraceKey = (int(number), rows)
+        return key if key in self.traces else (int(number), None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"traces": self.traces, "_threads": 1, "_runners": {}}

@@ -200,6 +200,7 @@ def _cut(found: _Found, graph: Any, num_inputs: int) -> EagerTrace:
         loss=found.value.name,
         weight=None if found.weight is None else found.weight.name,
         gradients=tuple(fetched),
+        dense=_dense(fetched, found.differentiated, variables),
         state=tuple(k for k, v in enumerate(specs) if v.is_written and _averages(v)),
         counters=tuple(
             k for k, v in enumerate(specs) if v.is_written and not _averages(v)
@@ -211,6 +212,17 @@ def _cut(found: _Found, graph: Any, num_inputs: int) -> EagerTrace:
     return EagerTrace(
         trace, tuple(variables), tuple(found.differentiated), found.aux_structure
     )
+
+
+def _dense(
+    gradients: Sequence[Gradient],
+    differentiated: Sequence[Any],
+    variables: Sequence[Any],
+) -> tuple[int, ...]:
+    """Which variable each dense gradient is of."""
+    places = {id(variable): k for k, variable in enumerate(variables)}
+    pairs = zip(gradients, differentiated, strict=True)
+    return tuple(places[id(v)] for g, v in pairs if isinstance(g, str))
 
 
 def _filled(name: str, captured: Any, by_handle: dict[int, Any]) -> NodeDef:

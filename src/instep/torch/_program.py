@@ -85,7 +85,7 @@ class TorchProgram:
                 loss, weight, aux = self._call(arguments)
         return ShardResult(to_array(loss), weight, [], extras(aux))
 
-    def private(self, params: Any) -> Private:
+    def private(self, params: Any, arguments: tuple[Any, ...]) -> Private:
         """A copy of parameters and buffers, for steps of the worker's own."""
         return Private(params, self.seats, self.shelf)
 
