@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 
 from helpers import bits
 from instep import ArgumentError, MissingFrameworkError
-from instep._simulation import (
-    Gamma,
-    HeavyTail,
-    Network,
-    OneSlow,
-    Training,
-    simulate,
-)
+from instep._simulation import Training, simulate
 from instep._statistics import Statistics
+from instep._times import Gamma, HeavyTail, Network, OneSlow
 from instep.modes import (
     Asynchronous,
     DelayCompensated,
@@ -33,6 +27,7 @@ from instep.modes import (
     Synchronous,
 )
 from instep.modes._rules import Group, Job, Portion
+from instep.modes.corrections import Stale
 from instep.modes.replay import Head, group_line, head_line
 
 WORKERS = (1, 2, 3, 4, 7)
@@ -482,7 +477,7 @@ def test_a_value_that_makes_no_sense_is_named(make, message):
 
 def corrected(correction, gradient, now, read, staleness=1, worker=0):
     arrays = ([np.asarray(x)] for x in (gradient, now, read))
-    (result,) = correction.correct(*arrays, staleness, worker)
+    (result,) = correction.correct(Stale(*arrays, staleness, worker))
     return result
 
 

@@ -17,16 +17,22 @@ import numpy as np
 
 from instep._errors import ArgumentError, import_error
 from instep._program import Array
-from instep._statistics import Statistics
+from instep._times import (
+    Compute,
+    Network,
+    Seconds,
+    check_not_negative,
+    check_whole,
+    sampler,
+)
 from instep._tree import flatten, leaves_like, unflatten
 from instep.modes import Asynchronous, Local, Mode, Replay
 from instep.modes._rules import Group, Job, Portion
+from instep.modes.corrections import Stale
 
 if TYPE_CHECKING:
     import simpy
 
-Seconds = Callable[[int, np.random.Generator], float]  # (worker, generator) -> seconds
-Compute = float | Sequence[float] | Statistics | Seconds
 Events = Generator[Any, Any, None]  # what SimPy calls a process
 
 
@@ -97,15 +103,15 @@ def simulate(
         workers from measured times. Here one simulator drives all modes, and a late
         worker is not interrupted.
     """
-    _check_whole(workers=workers, steps=steps)
+    check_whole(workers=workers, steps=steps)
     if shards is not None:
-        _check_whole(shards=shards)
-    _check_not_negative(parameters=parameters, update=update)
+        check_whole(shards=shards)
+    check_not_negative(parameters=parameters, update=update)
     simpy = _simpy()
     env = simpy.Environment()
     links = None if network is None else _Links(simpy, env, network, parameters)
     descent = None if training is None else _Descent(training, mode)
-    crew = _Crew(env, workers, _sampler(compute), np.random.default_rng(seed), links)
+    crew = _Crew(env, workers, sampler(compute), np.random.default_rng(seed), links)
     run = _Run(env, mode, crew, mode.parts(shards or workers), update, steps, descent)
     return run.result()
 
@@ -164,124 +170,6 @@ class Simulation:
                 f"loss       {self.losses[0][1]:.4g} to {self.losses[-1][1]:.4g}"
             )
         return "\n".join(lines).replace("%", " %")
-
-
-@dataclass(frozen=True)
-class Network:
-    """The links between the master and the workers.
-
-    The master has one line out and one line in; on each of them one transfer follows
-    the other, so that P gradients take P times as long as one.
-
-    Args:
-        latency: seconds until the first byte arrives; other transfers go on meanwhile.
-        bandwidth: bytes per second, in each direction.
-
-    Raises:
-        ArgumentError: a negative latency, or no bandwidth.
-
-    Example:
-        >>> import instep
-        >>> gigabit = instep.Network(latency=1e-4, bandwidth=125e6)
-    """
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
-
-    def __post_init__(self) -> None:
-        _check_not_negative(latency=self.latency)
-        _check_positive(bandwidth=self.bandwidth)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Every portion takes the same time.
-
-    Args:
-        seconds: for a portion.
-    """
-
-    seconds: float
-
-    def __post_init__(self) -> None:
-        _check_not_negative(seconds=self.seconds)
-
-    def __call__(self, worker: int, generator: np.random.Generator) -> float:
-        return self.seconds
-
-
-@dataclass(frozen=True)
-class Gamma:
-    """Times that scatter by `1 / sqrt(shape)` of their mean.
-
-    Ali, Siegel, Maheswaran and Hensgen, "Representing Task and Machine Heterogeneities
-    for Heterogeneous Computing Systems", 2000.
-
-    Args:
-        mean: seconds.
-        shape: 1: the exponential distribution; 100: a scatter of 10 %.
-    """
-
-    mean: float
-    shape: float
-
-    def __post_init__(self) -> None:
-        _check_positive(mean=self.mean, shape=self.shape)
-
-    def __call__(self, worker: int, generator: np.random.Generator) -> float:
-        return generator.gamma(self.shape, self.mean / self.shape)
-
-
-@dataclass(frozen=True)
-class HeavyTail:
-    """Mostly the same time, and now and then a very long one: Pareto's distribution.
-
-    The shortest time is `mean * (alpha - 1) / alpha`, and times longer than t have the
-    probability `(shortest / t) ** alpha`. Dean and Barroso, "The Tail at Scale", 2013,
-    say why clusters have such times.
-
-    Args:
-        mean: seconds.
-        alpha: above 1; the smaller, the longer the tail.
-    """
-
-    mean: float
-    alpha: float
-
-    def __post_init__(self) -> None:
-        _check_positive(mean=self.mean)
-        if not self.alpha > 1:
-            raise ArgumentError(
-                f"alpha={self.alpha!r}; expected a number above 1: with less, the "
-                "times have no mean"
-            )
-
-    def __call__(self, worker: int, generator: np.random.Generator) -> float:
-        shortest = self.mean * (self.alpha - 1) / self.alpha
-        return shortest * (1 + generator.pareto(self.alpha))
-
-
-@dataclass(frozen=True)
-class OneSlow:
-    """One worker is slower than the others.
-
-    Args:
-        base: times of the others; whatever `simulate` takes as `compute`.
-        factor: that one's times are so many times longer.
-        worker: its number.
-    """
-
-    base: Compute
-    factor: float
-    worker: int = 0
-
-    def __post_init__(self) -> None:
-        _sampler(self.base)
-        _check_positive(factor=self.factor)
-
-    def __call__(self, worker: int, generator: np.random.Generator) -> float:
-        seconds = _sampler(self.base)(worker, generator)
-        return seconds * self.factor if worker == self.worker else seconds
 
 
 @dataclass(frozen=True)
@@ -531,9 +419,9 @@ class _Descent:
         loss, grads = _mean([self._answer(job.portion, read) for job, read in pairs])
         if self._correction:
             (job,), (read,) = group.jobs, reads
-            grads = self._correction.correct(
-                grads, self._params, read, version - job.version, job.worker
-            )
+            age = version - job.version
+            stale = Stale(grads, self._params, read, age, job.worker)
+            grads = self._correction.correct(stale)
         for portion in group.dropped:
             self._read.pop(portion, None)
         pairs_of_arrays = zip(self._params, grads, strict=True)
@@ -575,58 +463,6 @@ def _after(portion: Portion) -> Portion:
     turn, shard, shards = portion
     last = shard + 1 == shards
     return Portion(turn + 1, 0, shards) if last else Portion(turn, shard + 1, shards)
-
-
-def _sampler(compute: Compute) -> Seconds:
-    """Whatever says how long it takes, as a function of worker and generator."""
-    if isinstance(compute, Statistics):
-        return _sampler(_measured(compute))
-    if callable(compute):
-        return compute
-    if isinstance(compute, int | float):
-        return Constant(compute)
-    is_list = isinstance(compute, Sequence | np.ndarray) and len(compute) > 0
-    if isinstance(compute, str) or not is_list:
-        raise ArgumentError(
-            f"compute={compute!r}; expected seconds, seconds for each worker, a "
-            "distribution, pool.statistics(), or compute(worker, generator)"
-        )
-    each = [float(seconds) for seconds in compute]
-    _check_not_negative(**{f"compute[{k}]": seconds for k, seconds in enumerate(each)})
-    return lambda worker, generator: each[worker % len(each)]
-
-
-def _measured(statistics: Statistics) -> list[float]:
-    """Each worker's seconds per shard; the mean of all for one that has had none."""
-    numbers = statistics.shards_computed
-    if not sum(numbers):
-        raise ArgumentError(
-            "compute=pool.statistics() of a pool that has computed nothing; take some "
-            "steps first"
-        )
-    mean = sum(statistics.seconds) / sum(numbers)
-    pairs = zip(statistics.seconds, numbers, strict=True)
-    return [seconds / number if number else mean for seconds, number in pairs]
-
-
-def _check_whole(**numbers: Any) -> None:
-    for name, value in numbers.items():
-        if type(value) is not int or value < 1:
-            raise ArgumentError(
-                f"{name}={value!r}; expected a whole number, at least 1"
-            )
-
-
-def _check_positive(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int | float) or not value > 0:
-            raise ArgumentError(f"{name}={value!r}; expected a number above 0")
-
-
-def _check_not_negative(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int | float) or not value >= 0:
-            raise ArgumentError(f"{name}={value!r}; expected a number of at least 0")
 
 
 def _simpy() -> Any:

@@ -40,7 +40,7 @@ from instep._sharding import Batch, Plan, Splitter
 from instep.engines._base import Done, Engine, Kept
 from instep.modes import Asynchronous, Local, Mode, Replay
 from instep.modes._rules import Group, Job, Portion, Rules
-from instep.modes.corrections import Correction
+from instep.modes.corrections import Correction, Stale
 from instep.modes.replay import Head, group_line, head_line
 
 if TYPE_CHECKING:
@@ -459,13 +459,14 @@ class Stream:
         # Outputs beyond the parameters are state, which is not corrected.
         there = [k for k in range(len(now)) if outputs[k] is not None]
         gradients = [output for output in outputs[: len(now)] if output is not None]
-        corrected = self._correction.correct(
+        stale = Stale(
             gradients,
             [now[k] for k in there],
             [read[k] for k in there],
             self._version - errand.read,
             errand.job.worker,
         )
+        corrected = self._correction.correct(stale)
         for k, gradient in zip(there, corrected, strict=True):
             outputs[k] = gradient
         return outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,29 +15,32 @@ from instep._program import Array
 _EPSILON = 1e-7
 
 
+class Stale(NamedTuple):
+    """Gradients that were computed some updates ago.
+
+    Attributes:
+        gradients: one array per parameter.
+        now: the parameters they are going to be applied to.
+        read: the parameters they were computed with.
+        staleness: updates in between.
+        worker: who computed them.
+    """
+
+    gradients: Sequence[Array]
+    now: Sequence[Array]
+    read: Sequence[Array]
+    staleness: int
+    worker: int
+
+
 class Correction(Protocol):
     """Changes stale gradients; one for a run, told of every gradient in order."""
 
     def fresh(self) -> Correction:
         """The same without memory, for a new run."""
 
-    def correct(
-        self,
-        gradients: Sequence[Array],
-        now: Sequence[Array],
-        read: Sequence[Array],
-        staleness: int,
-        worker: int,
-    ) -> list[Array]:
-        """The gradients to apply.
-
-        Args:
-            gradients: one array per parameter.
-            now: the parameters they are going to be applied to.
-            read: the parameters they were computed with.
-            staleness: updates in between.
-            worker: who computed them.
-        """
+    def correct(self, stale: Stale) -> list[Array]:
+        """The gradients to apply."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,11 @@ class StalenessAware:
         """Itself: it remembers nothing."""
         return self
 
-    def correct(
-        self,
-        gradients: Sequence[Array],
-        now: Sequence[Array],
-        read: Sequence[Array],
-        staleness: int,
-        worker: int,
-    ) -> list[Array]:
+    def correct(self, stale: Stale) -> list[Array]:
         """The gradients, divided by the staleness if it is above 1."""
-        if staleness <= 1:
-            return list(gradients)
-        return [g / g.real.dtype.type(staleness) for g in gradients]
+        if stale.staleness <= 1:
+            return list(stale.gradients)
+        return [g / g.real.dtype.type(stale.staleness) for g in stale.gradients]
 
 
 @dataclass(frozen=True)
@@ -117,20 +113,13 @@ class DelayCompensated:
         """The same, with no squares remembered."""
         return DelayCompensated(self.strength, self.adaptive, self.momentum)
 
-    def correct(
-        self,
-        gradients: Sequence[Array],
-        now: Sequence[Array],
-        read: Sequence[Array],
-        staleness: int,
-        worker: int,
-    ) -> list[Array]:
+    def correct(self, stale: Stale) -> list[Array]:
         """The compensated gradients."""
-        strengths = self._strengths(gradients, worker)
+        strengths = self._strengths(stale.gradients, stale.worker)
         # Where nothing was missed, g * g might still overflow: inf * 0 is NaN.
-        if self.strength == 0 or staleness == 0:
-            return list(gradients)
-        parts = zip(gradients, strengths, now, read, strict=True)
+        if self.strength == 0 or stale.staleness == 0:
+            return list(stale.gradients)
+        parts = zip(stale.gradients, strengths, stale.now, stale.read, strict=True)
         return [g + s * g * g * (w - old) for g, s, w, old in parts]
 
     def _strengths(self, gradients: Sequence[Array], worker: int) -> list[Array]:
