@@ -58,6 +58,7 @@ def test_in_step_a_stream_gives_the_bits_of_calls(engine, mode):
         w, updates = descended(pool, halves(6), mode)
         assert bits(w) == bits(expected)
         assert pool.statistics().steps == len(updates) == 6
+        assert pool.statistics().bytes_moved > 6 * 3 * 8
         assert {(u.weight, u.staleness, u.dropped) for u in updates} == {(10.0, 0, ())}
 
 
@@ -502,6 +503,8 @@ def test_what_is_wrong_is_said_at_once(tmp_path):
             next(pool.stream([ROWS]))
         with pytest.raises(instep.ArgumentError, match="mode='async'"):
             pool.stream([ROWS], "async", params=np.ones(1))
+        with pytest.raises(instep.ArgumentError, match=r"instep\.Asynchronous\(\)"):
+            pool.stream([ROWS], instep.Asynchronous, params=np.ones(1))
         with pytest.raises(instep.ArgumentError, match="backup=2 of 2 shards"):
             pool.stream([ROWS], instep.Synchronous(backup=2), params=np.ones(1))
         with pytest.raises(instep.ArgumentError, match="same bits every time"):

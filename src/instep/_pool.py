@@ -226,8 +226,8 @@ class Pool:
         gradients under way. A pool has one stream at a time; another one ends it.
 
         Args:
-            batches: of the script; each a tuple of the loss's arguments after the
-                parameters, or a single one. Taken when a worker can begin with one.
+            batches: of the script; each a tuple (or list) of the loss's arguments after
+                the parameters, or a single one. Taken when a worker can begin with one.
             mode: `instep.Synchronous()`, `Asynchronous()`, `StaleSynchronous(bound)`,
                 `Local(steps, optimizer)` or `Replay(path)`.
             params: as `stream.publish(params)` before the first update.
@@ -242,7 +242,7 @@ class Pool:
         """
         with self._lock:
             self._check_usable()
-            if not hasattr(mode, "rules"):
+            if isinstance(mode, type) or not hasattr(mode, "rules"):
                 raise ArgumentError(
                     f"mode={mode!r}; expected a mode, such as instep.Synchronous() or "
                     "instep.Asynchronous()"

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
@@ -66,7 +66,7 @@ class Update:
     """
 
     loss: Any
-    grads: Any
+    grads: Any = field(repr=False)
     weight: float
     staleness: int
     worker: int | None
@@ -124,6 +124,7 @@ class Host(Protocol):
     _options: Options
     _params: Splitter
     _sent: Program
+    _bytes_moved: int
     _steps: int
     _version: int
 
@@ -315,6 +316,7 @@ class Stream:
             batch = turn_of(cut, self._memory(lane), self._turn_plans)
         kept = Kept(version.ref, engine.kept_batches.keep(batch), self._number)
         self._number += 1
+        self._pool._bytes_moved += kept.batch.nbytes
         errand = _Errand(job, cut, prepared, version, kept, read)
         self._errands[portion] = self._by_key[kept.key] = errand
         self._rules.start(job)
@@ -376,6 +378,8 @@ class Stream:
         outcome = Outcome(loss, float(sum(weights)), outputs, shards)
         value, grads = pool._stream_result(outcome, errands[0].prepared)
         self._has_handed = True
+        assert self._layout is not None
+        pool._bytes_moved += self._layout.nbytes * len(errands)
         if self._file is not None:
             self._file.write(group_line(group))
             self._file.flush()
@@ -426,6 +430,7 @@ class Stream:
             self._lay_out(prepared)
             pool._version += 1
             ref = pool._engine.kept_params.keep(params, self._layout)
+            pool._bytes_moved += ref.nbytes
             version = self._newest[prepared.key] = _Version(ref)
         version.readers += 1
         return version
