@@ -353,7 +353,7 @@ RECORDED = [
 
 def recorded(path, mode, drive, workers, parts):
     """The record that a run of this mode would have left."""
-    head = head_line(Head(mode, workers, parts, seed=0))
+    head = head_line(Head(mode, workers, parts, seed=0, steps=0))
     path.write_text(head + "".join(map(group_line, drive.groups)))
     return Replay(path)
 
@@ -367,7 +367,7 @@ def test_a_replay_makes_the_same_updates_with_any_number_of_workers(
     parts = mode.parts(shards=3)
     drive = Drive(mode, before, 3, turns=20, seconds=scattered(12, slow))
     replay = recorded(tmp_path / "run.jsonl", mode, drive, before, parts)
-    assert replay.head == Head(mode, before, parts, seed=0)
+    assert replay.head == Head(mode, before, parts, seed=0, steps=0)
     assert replay.parts(shards=5) == parts
     for workers in (1, 2, 3, 4, 7):
         again = Drive(replay, workers, 5, turns=25, seconds=scattered(13))
@@ -390,14 +390,16 @@ def test_a_replay_ends_where_its_record_ends(tmp_path):
 
 
 def test_an_empty_run_can_be_replayed(tmp_path):
-    replay = Replay(_written(tmp_path, head_line(Head(Asynchronous(), 2, 1, seed=0))))
+    replay = Replay(
+        _written(tmp_path, head_line(Head(Asynchronous(), 2, 1, seed=0, steps=0)))
+    )
     assert Drive(replay, 2).groups == []
     assert math.isnan(simulate(replay, 2, compute=1.0).step_time)
 
 
 def test_batches_of_a_replay_are_those_of_the_recorded_mode(tmp_path):
     mode = Asynchronous(push=2, fetch=4, rate=0.1)
-    replay = Replay(_written(tmp_path, head_line(Head(mode, 2, 1, seed=0))))
+    replay = Replay(_written(tmp_path, head_line(Head(mode, 2, 1, seed=0, steps=0))))
     assert replay.batches(turn=0) == 2
 
 
@@ -416,7 +418,7 @@ def test_a_record_that_is_not_there_is_named(tmp_path):
 
 def test_what_gives_the_same_bits_anyway_is_not_recorded():
     with pytest.raises(ArgumentError, match=r"Local.* cannot be recorded"):
-        head_line(Head(Local(steps=2, optimizer=0.1), 2, 2, seed=0))
+        head_line(Head(Local(steps=2, optimizer=0.1), 2, 2, seed=0, steps=0))
 
 
 def _written(folder, text):

@@ -293,6 +293,8 @@ LAYERS = [
     ["tensorflow", "torch", "jax", "numpy"],
     ["_pool"],
     ["_stream"],
+    ["_versions", "_lanes"],
+    ["_host"],
     ["_slices", "_outcome", "_check", "_rival"],
     ["_aux", "_courier", "_local", "_simulation"],
     ["_times", "_dispatch", "_tuning", "_portions"],

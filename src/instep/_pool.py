@@ -16,6 +16,7 @@ from instep._check import Report, Trial, check
 from instep._cores import usable_cores
 from instep._dispatch import Dispatcher
 from instep._errors import ArgumentError, PoolBrokenError, PoolClosedError, StartError
+from instep._host import Prepared
 from instep._layout import Layout
 from instep._options import Options
 from instep._outcome import Outcome
@@ -24,7 +25,7 @@ from instep._reduction import reduce_scalar
 from instep._rival import Rival
 from instep._sharding import Batch, Splitter
 from instep._statistics import Statistics
-from instep._stream import Prepared, Stream
+from instep._stream import Stream
 from instep._tuning import Progress, Tuning, decide, measure, settings
 from instep.engines import make_engine
 from instep.engines._base import Engine

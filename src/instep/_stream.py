@@ -16,31 +16,25 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from instep._aux import ShardAnswer
 from instep._courier import Courier, Parcel
-from instep._dispatch import Dispatcher
-from instep._errors import ArgumentError, PoolClosedError
-from instep._frame import FrameRef
-from instep._layout import Layout
-from instep._local import LocalProgram, Walked
-from instep._options import Options
+from instep._errors import PoolClosedError
+from instep._host import Host, Prepared
+from instep._lanes import Lanes
 from instep._outcome import Outcome
-from instep._portions import Cut, Portions, turn_of
-from instep._program import Array, Output, Program, Task
+from instep._portions import Cut, Portions
+from instep._program import Array, Program, Task
 from instep._reduction import reduce_scalar
-from instep._sharding import Batch, Plan, Splitter
-from instep.engines._base import Done, Engine, Kept
-from instep.modes import Asynchronous, Local, Mode, Replay
+from instep._sharding import Batch, Splitter
+from instep._versions import Version, Versions
+from instep.engines._base import Done, Kept
+from instep.modes import Asynchronous, Mode, Replay
 from instep.modes._rules import Group, Job, Portion, Rules
-from instep.modes.corrections import Correction, Stale
+from instep.modes.corrections import Correction
 from instep.modes.replay import Head, group_line, head_line
 
 if TYPE_CHECKING:
@@ -76,32 +70,6 @@ class Update:
     wait_seconds: float = 0.0
 
 
-class Prepared(NamedTuple):
-    """A batch, as the adapter hands it to the stream.
-
-    Attributes:
-        arguments: trees of arrays, as for a step.
-        split: per argument, False: not split by rows; None: all are.
-        outputs: what every portion returns besides its loss.
-        form: whatever the adapter needs to know of it later.
-        key: equal for batches that need the same parameters.
-    """
-
-    arguments: tuple[Any, ...]
-    split: Sequence[bool] | None
-    outputs: Sequence[Output]
-    form: Any = None
-    key: Any = None
-
-
-@dataclass
-class _Version:
-    """One version of the parameters, on the shelf."""
-
-    ref: FrameRef
-    readers: int = 1  # the stream itself, while it is the newest
-
-
 @dataclass
 class _Errand:
     """A job under way, or answered."""
@@ -109,52 +77,10 @@ class _Errand:
     job: Job
     cut: Cut
     prepared: Prepared
-    version: _Version
+    version: Version
     kept: Kept
     read: int  # the version its steps began with
-    done: Done | None = None
-
-
-class Host(Protocol):
-    """What a stream needs of its pool."""
-
-    _lock: Any
-    _engine: Engine
-    _dispatcher: Dispatcher
-    _options: Options
-    _params: Splitter
-    _sent: Program
-    _bytes_moved: int
-    _steps: int
-    _version: int
-
-    @property
-    def shards(self) -> int: ...
-
-    @property
-    def _workers(self) -> int: ...
-
-    def _check_usable(self) -> None: ...
-
-    def _layout_of(self, outputs: Sequence[Output]) -> Layout: ...
-
-    def _end_stream(self, stream: Stream) -> None: ...
-
-    def _split_into(self, parts: int) -> AbstractContextManager[None]: ...
-
-    def _stream_publish(self, params: Any) -> None: ...
-
-    def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared: ...
-
-    def _stream_params(self, prepared: Prepared) -> Any: ...
-
-    def _stream_arrays(
-        self, leaves: list[Array], prepared: Prepared
-    ) -> list[Array]: ...
-
-    def _stream_result(
-        self, outcome: Outcome, prepared: Prepared
-    ) -> tuple[Any, Any]: ...
+    done: Done | None = None  # when it is answered
 
 
 class Stream:
@@ -171,37 +97,32 @@ class Stream:
         mode: Mode,
         record: str | os.PathLike[str] | None,
     ) -> None:
-        self._pool, self._mode = pool, mode
-        self._inner = mode.head.mode if isinstance(mode, Replay) else mode
+        self._pool = pool
+        inner = mode.head.mode if isinstance(mode, Replay) else mode
         self._parts = mode.parts(pool.shards)
         self._splitter = Splitter(self._parts)
         self._portions = Portions(batches, mode, self._split)
         self._rules: Rules = mode.rules(pool._workers)
-        self._walk = _walk_of(self._inner)
-        self._correction = _correction_of(self._inner)
+        self._lanes = Lanes(inner)
+        self._correction = _correction_of(inner)
         self._courier = Courier(pool._engine, pool._options, pool._dispatcher.counters)
-        self._errands: dict[Portion, _Errand] = {}
-        self._by_key: dict[int, _Errand] = {}
+        self._versions = Versions(pool)
+        self._errands: dict[Portion, _Errand] = {}  # without those that were dropped
+        self._by_key: dict[int, _Errand] = {}  # under way
         self._arrived: deque[_Errand] = deque()
         self._groups: deque[Group] = deque()
-        self._memories: dict[int, Array] = {}  # by lane
-        self._fetches: dict[int, tuple[int, int]] = {}  # lane: turns, version read
-        self._turn_plans: dict[Any, Plan] = {}
-        self._base = pool._steps
-        self._version, self._number = 0, 0
-        self._newest: dict[Any, _Version] = {}
-        self._layout: Layout | None = None
+        self._number = 0  # of the next errand
         self._has_handed = self._is_closed = False
         self._waited = 0.0
-        self._file: TextIO | None = None
-        if record is not None:
-            self._file = self._recorded(record)
-        if self._walk is not None:
+        head = Head(inner, pool._workers, self._parts, pool._options.seed, pool._steps)
+        self._head = mode.head if isinstance(mode, Replay) else head
+        self._record = None if record is None else Record(record, head)
+        if self._lanes.are_used:
             pool._dispatcher.start(self.program(pool._sent))
 
     def program(self, sent: Program) -> Program:
         """What workers run for this pool's program while the stream is open."""
-        return sent if self._walk is None else self._walk(sent)
+        return self._lanes.program(sent)
 
     def __iter__(self) -> Iterator[Update]:
         return self
@@ -253,30 +174,26 @@ class Stream:
 
     def _next(self) -> Update | None:
         self._pool._check_usable()
-        if self._has_handed:
-            self._advance()
+        self._count()
         while True:
             self._hand_out()
             if self._groups:
                 return self._apply(self._groups.popleft())
-            if not self._arrived:
-                if not self._courier.is_waiting and self._portions.next() is None:
-                    self._groups.extend(self._rules.finish())
-                    if not self._groups:
-                        return None
-                    continue
-                self._receive()
             if self._arrived:
                 self._arrive(self._arrived.popleft())
+            elif self._courier.is_waiting or self._portions.next() is not None:
+                self._receive()
+            elif groups := self._rules.finish():
+                self._groups.extend(groups)
+            else:
+                return None
 
-    def _advance(self) -> None:
-        """The script has taken its step: there is another version."""
-        self._has_handed = False
-        self._version += 1
-        self._pool._steps += 1
-        for version in self._newest.values():
-            self._leave(version)
-        self._newest.clear()
+    def _count(self) -> None:
+        """The script has taken its step, if it had an update."""
+        if self._has_handed:
+            self._has_handed = False
+            self._pool._steps += 1
+            self._versions.advance()
 
     def _hand_out(self) -> None:
         """Gives idle workers portions, as far as the rules allow."""
@@ -287,7 +204,7 @@ class Stream:
             portion = self._wanted()
             if portion is None:
                 return
-            if self._rules.may_start(worker, portion, self._version):
+            if self._rules.may_start(worker, portion, self._versions.number):
                 self._send(worker, portion)
 
     def _engaged(self) -> set[int]:
@@ -305,34 +222,30 @@ class Stream:
         return None
 
     def _send(self, worker: int, portion: Portion) -> None:
-        engine, cut = self._pool._engine, self._portions.cut(portion)
-        lane = portion.shard if isinstance(self._inner, Local) else worker
-        lane = self._rules.lane(lane, portion)
-        job = Job(portion, self._version, lane)
-        prepared: Prepared = cut.tag
-        version, read = self._read(prepared), self._began(lane)
-        batch = cut.batches[0]
-        if self._walk is not None:
-            batch = turn_of(cut, self._memory(lane), self._turn_plans)
-        kept = Kept(version.ref, engine.kept_batches.keep(batch), self._number)
+        cut = self._portions.cut(portion)
+        lane = self._rules.lane(self._lanes.lane(worker, portion), portion)
+        version = self._versions.read(cut.tag)
+        read = self._lanes.begin(lane, version.number)
+        batch = self._pool._engine.kept_batches.keep(self._lanes.batch(lane, cut))
+        kept = Kept(version.ref, batch, self._number)
         self._number += 1
-        self._pool._bytes_moved += kept.batch.nbytes
-        errand = _Errand(job, cut, prepared, version, kept, read)
+        self._pool._bytes_moved += batch.nbytes
+        job = Job(portion, version.number, lane)
+        errand = _Errand(job, cut, cut.tag, version, kept, read)
         self._errands[portion] = self._by_key[kept.key] = errand
         self._rules.start(job)
         self._courier.submit(worker, self._parcel(errand))
 
     def _parcel(self, errand: _Errand) -> Parcel:
         portion, (start, stop) = errand.job.portion, errand.cut.rows[0]
-        pool = self._pool
         task = Task(
-            step=self._base + errand.cut.first,
+            step=self._head.steps + errand.cut.first,
             shard=portion.shard,
             shards=portion.shards,
             rows=stop - start,
-            pool_seed=pool._options.seed % 2**63,
+            pool_seed=self._head.seed % 2**63,
             gradient=True,
-            version=pool._version,
+            version=self._pool._version,
         )
         what = f"shard {portion.shard} of {portion.shards} of batch {errand.cut.first}"
         return Parcel(task, errand.kept, what)
@@ -348,64 +261,79 @@ class Stream:
 
     def _arrive(self, errand: _Errand) -> None:
         """Tells the rules; what they did not wait for is forgotten."""
+        assert errand.done is not None
         self._pool._engine.kept_batches.release(errand.kept.batch)
-        self._remember(errand)
+        errand.done = self._lanes.end(errand.job.worker, errand.done)
         if self._errands.get(errand.job.portion) is not errand:  # dropped meanwhile
             self._pool._engine.forget(errand.kept.key)
-            self._leave(errand.version)
-            self._rules.arrive(errand.job)
-            return
+            self._versions.leave(errand.version)
         self._groups.extend(self._rules.arrive(errand.job))
 
     def _apply(self, group: Group) -> Update:
         """Averages a group's gradients and hands them over."""
         errands = [self._errands.pop(job.portion) for job in group.jobs]
         dropped = self._drop(group)
-        answers = [errand.done for errand in errands if errand.done is not None]
-        weights = [answer.weight for answer in answers]
-        pool, keys = self._pool, [errand.kept.key for errand in errands]
-        is_elastic = self._is_elastic
-        even = [1.0] * len(weights) if is_elastic else weights
-        outputs = pool._engine.average(even, keys)
-        if is_elastic:
-            outputs = [_times(output, len(even)) for output in outputs]
-        outputs = self._corrected(outputs, errands)
+        outputs = self._averaged(errands)
         for errand in errands:
-            self._leave(errand.version)
-        rule = pool._options.reduction
+            self._versions.leave(errand.version)
+        outcome = self._outcome(errands, outputs)
+        value, grads = self._pool._stream_result(outcome, errands[0].prepared)
+        self._has_handed = True
+        if self._record is not None:
+            self._record.write(group)
+        return self._update(value, grads, errands, dropped)
+
+    def _averaged(self, errands: Sequence[_Errand]) -> list[Array | None]:
+        """Their outputs, averaged by weight (or added up) and corrected."""
+        engine, keys = self._pool._engine, [errand.kept.key for errand in errands]
+        assert self._versions.layout is not None
+        self._pool._bytes_moved += self._versions.layout.nbytes * len(keys)
+        if self._lanes.are_elastic:
+            means = engine.average([1.0] * len(keys), keys)
+            return [_times(mean, len(keys)) for mean in means]
+        outputs = engine.average([answer.weight for answer in _answers(errands)], keys)
+        if self._correction is None:
+            return outputs
+        (errand,) = errands
+        return self._versions.corrected(
+            self._correction,
+            outputs,
+            errand.prepared,
+            errand.version,
+            self._versions.number - errand.read,
+            errand.job.worker,
+        )
+
+    def _outcome(
+        self, errands: Sequence[_Errand], outputs: list[Array | None]
+    ) -> Outcome:
+        answers = _answers(errands)
+        weights = [answer.weight for answer in answers]
+        rule = self._pool._options.reduction
         loss = reduce_scalar([answer.loss for answer in answers], weights, rule)
         shards = [_shard_answer(errand) for errand in errands]
-        outcome = Outcome(loss, float(sum(weights)), outputs, shards)
-        value, grads = pool._stream_result(outcome, errands[0].prepared)
-        self._has_handed = True
-        assert self._layout is not None
-        pool._bytes_moved += self._layout.nbytes * len(errands)
-        if self._file is not None:
-            self._file.write(group_line(group))
-            self._file.flush()
-        return self._update(value, grads, errands, group, dropped)
+        return Outcome(loss, float(sum(weights)), outputs, shards)
 
     def _update(
         self,
         value: Any,
         grads: Any,
         errands: Sequence[_Errand],
-        group: Group,
         dropped: tuple[int, ...],
     ) -> Update:
         loss, aux = value if self._pool._options.has_aux else (value, None)
-        workers = {job.worker for job in group.jobs}
+        workers = {errand.job.worker for errand in errands}
         waited, self._waited = self._waited, 0.0
-        done = [errand.done for errand in errands if errand.done is not None]
+        answers = _answers(errands)
         return Update(
             loss=loss,
             grads=grads,
-            weight=float(sum(answer.weight for answer in done)),
-            staleness=self._version - min(errand.read for errand in errands),
+            weight=float(sum(answer.weight for answer in answers)),
+            staleness=self._versions.number - min(errand.read for errand in errands),
             worker=workers.pop() if len(workers) == 1 else None,
             dropped=dropped,
             aux=aux,
-            compute_seconds=max(answer.seconds for answer in done),
+            compute_seconds=max(answer.seconds for answer in answers),
             wait_seconds=waited,
         )
 
@@ -419,91 +347,6 @@ class Stream:
             self._portions.skip_turn(group.dropped[0].turn)
         return tuple(rows)
 
-    # Versions of the parameters
-
-    def _read(self, prepared: Prepared) -> _Version:
-        """The newest parameters, on the shelf, for one more reader."""
-        version = self._newest.get(prepared.key)
-        if version is None:
-            pool = self._pool
-            params = pool._params.whole(pool._stream_params(prepared))
-            self._lay_out(prepared)
-            pool._version += 1
-            ref = pool._engine.kept_params.keep(params, self._layout)
-            pool._bytes_moved += ref.nbytes
-            version = self._newest[prepared.key] = _Version(ref)
-        version.readers += 1
-        return version
-
-    def _lay_out(self, prepared: Prepared) -> None:
-        layout = self._pool._layout_of(prepared.outputs)
-        if self._layout is not None and layout is not self._layout:
-            raise ArgumentError(
-                "the parameters that have gradients, or their form, have changed; end "
-                "this stream and begin another"
-            )
-        self._layout = layout
-        self._pool._engine.lay_out(layout)
-
-    def _leave(self, version: _Version) -> None:
-        version.readers -= 1
-        if not version.readers:
-            self._pool._engine.kept_params.release(version.ref)
-
-    def _corrected(
-        self, outputs: list[Array | None], errands: Sequence[_Errand]
-    ) -> list[Array | None]:
-        """The gradients after the mode's correction."""
-        if self._correction is None:
-            return outputs
-        (errand,) = errands
-        pool, shelf = self._pool, self._pool._engine.kept_params
-        tree = pool._params.whole(pool._stream_params(errand.prepared))
-        now = pool._stream_arrays(list(map(np.asarray, tree.leaves)), errand.prepared)
-        read = pool._stream_arrays(shelf.arrays(errand.version.ref), errand.prepared)
-        # Outputs beyond the parameters are state, which is not corrected.
-        there = [k for k in range(len(now)) if outputs[k] is not None]
-        gradients = [output for output in outputs[: len(now)] if output is not None]
-        stale = Stale(
-            gradients,
-            [now[k] for k in there],
-            [read[k] for k in there],
-            self._version - errand.read,
-            errand.job.worker,
-        )
-        corrected = self._correction.correct(stale)
-        for k, gradient in zip(there, corrected, strict=True):
-            outputs[k] = gradient
-        return outputs
-
-    # Steps of the workers' own
-
-    @property
-    def _is_elastic(self) -> bool:
-        return isinstance(self._inner, Local) and self._inner.elastic is not None
-
-    def _began(self, lane: int) -> int:
-        """The version that this lane's steps begin with: now, or when it fetched."""
-        mode = self._inner
-        if not isinstance(mode, Asynchronous) or mode.fetch in (None, mode.push):
-            return self._version
-        turns, read = self._fetches.get(lane, (0, self._version))
-        if turns % (mode.fetch // mode.push) == 0:
-            read = self._version
-            self._memories.pop(lane, None)
-        self._fetches[lane] = turns + 1, read
-        return read
-
-    def _memory(self, lane: int) -> Array:
-        return self._memories.get(lane, _NOTHING)
-
-    def _remember(self, errand: _Errand) -> None:
-        done = errand.done
-        if done is not None and isinstance(done.aux, Walked):
-            memory = np.frombuffer(done.aux.memory, np.uint8)
-            self._memories[errand.job.worker] = memory
-            errand.done = done._replace(aux=done.aux.aux)
-
     # Batches, and the end
 
     def _split(self, batch: Any) -> tuple[Batch, Prepared]:
@@ -512,24 +355,13 @@ class Stream:
         batch = self._splitter.split(prepared.arguments, prepared.split)
         return batch, prepared
 
-    def _recorded(self, path: str | os.PathLike[str]) -> TextIO:
-        pool = self._pool
-        mode, seed = self._inner, pool._options.seed
-        head = Head(mode, pool._workers, self._parts, seed)
-        line = head_line(head)  # refuses before the file is touched
-        file = open(path, "w")  # noqa: SIM115 - closed with the stream
-        file.write(line)
-        return file
-
     def _close(self, *, at_once: bool = False) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._has_handed:
-            self._has_handed = False
-            self._pool._steps += 1
-        if self._file is not None:
-            self._file.close()
+        self._count()
+        if self._record is not None:
+            self._record.close()
         self._pool._end_stream(self)
         with contextlib.suppress(PoolClosedError):
             self._pool._check_usable()
@@ -546,11 +378,25 @@ class Stream:
                 engine.forget(key)
         engine.kept_params.clear()
         engine.kept_batches.clear()
-        if self._walk is not None:
+        if self._lanes.are_used:
             pool._dispatcher.start(pool._sent)
 
 
-_NOTHING = np.empty(0, np.uint8)
+class Record:
+    """A file with the order of events."""
+
+    def __init__(self, path: str | os.PathLike[str], head: Head) -> None:
+        line = head_line(head)  # refuses before the file is touched
+        self._file = open(path, "w")  # noqa: SIM115 - closed with the stream
+        self._file.write(line)
+
+    def write(self, group: Group) -> None:
+        """An update was made of this group."""
+        self._file.write(group_line(group))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:
@@ -562,31 +408,14 @@ def _times(output: Array | None, number: int) -> Array | None:
     return None if output is None else output * output.dtype.type(number)
 
 
+def _answers(errands: Sequence[_Errand]) -> list[Done]:
+    return [errand.done for errand in errands if errand.done is not None]
+
+
 def _shard_answer(errand: _Errand) -> ShardAnswer:
     assert errand.done is not None
     start, stop = errand.cut.rows[0]
     return ShardAnswer(errand.done.weight, stop - start, errand.done.aux)
-
-
-def _walk_of(mode: Mode) -> Callable[[Any], LocalProgram] | None:
-    """Makes the program of workers that take steps of their own; None otherwise."""
-    if isinstance(mode, Local):
-        return partial(_local, mode=mode)
-    if isinstance(mode, Asynchronous) and (mode.push > 1 or (mode.fetch or 1) > 1):
-        return partial(_gathering, mode=mode)
-    return None
-
-
-def _local(program: Any, mode: Local) -> LocalProgram:
-    if mode.elastic is None:
-        return LocalProgram(program, mode.optimizer, "local")
-    pull = mode.elastic
-    return LocalProgram(program, mode.optimizer, "elastic", pull, keeps=True)
-
-
-def _gathering(program: Any, mode: Asynchronous) -> LocalProgram:
-    keeps = mode.fetch not in (None, mode.push)
-    return LocalProgram(program, mode.rate, "gather", keeps=keeps)
 
 
 def _correction_of(mode: Mode) -> Correction | None:

@@ -13,12 +13,12 @@ import numpy as np
 
 from instep._check import Trial
 from instep._errors import ArgumentError, GradientError, LossError
+from instep._host import Prepared
 from instep._options import Options
 from instep._outcome import Outcome
 from instep._pool import Pool
 from instep._program import Array, Output, ShardResult, Task
 from instep._sharding import take_rows
-from instep._stream import Prepared
 from instep._tree import (
     Structure,
     flatten,

@@ -10,13 +10,13 @@ from jax.tree_util import tree_unflatten
 
 from instep._check import Trial
 from instep._errors import ArgumentError
+from instep._host import Prepared
 from instep._options import Options
 from instep._outcome import Outcome
 from instep._pool import Pool
 from instep._program import Array, Rule
 from instep._sharding import take_rows
 from instep._ship import ship
-from instep._stream import Prepared
 from instep.jax._answer import Answer
 from instep.jax._call import Call, Caller, Plan
 from instep.jax._leaves import fold_keys, is_key, weakly_typed

@@ -33,14 +33,14 @@ class Head(NamedTuple):
     workers: int
     parts: int
     seed: int
+    steps: int  # that the pool had taken before
 
 
 class Replay:
     """Repeats a run that was recorded by `pool.stream(batches, mode, record=path)`.
 
     With the same batches, start and optimizer it gives the same bits, on any number of
-    workers. The pool's `shards` do not matter, and its seed has to be that of the
-    record.
+    workers. The pool's `shards` and `seed` do not matter.
 
     Args:
         path: the record.
@@ -131,7 +131,7 @@ def head_line(head: Head) -> str:
         {
             "instep": FORMAT,
             "mode": _described(head.mode),
-            **{name: getattr(head, name) for name in ("workers", "parts", "seed")},
+            **{name: getattr(head, name) for name in Head._fields[1:]},
         }
     )
 
@@ -179,7 +179,7 @@ def _read(path: Path) -> tuple[Head, list[Group]]:
         head = json.loads(lines[0])
         if head["instep"] != FORMAT:
             raise ValueError(f"format {head['instep']}, expected {FORMAT}")
-        numbers = (head[name] for name in ("workers", "parts", "seed"))
+        numbers = (head[name] for name in Head._fields[1:])
         return Head(_made(head["mode"]), *numbers), list(_groups(lines[1:]))
     except (ValueError, LookupError, TypeError) as error:
         raise ArgumentError(

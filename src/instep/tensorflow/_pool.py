@@ -12,13 +12,13 @@ import tensorflow as tf
 from instep._aux import merge_aux
 from instep._check import Trial
 from instep._errors import ArgumentError, GradientError
+from instep._host import Prepared
 from instep._options import Options
 from instep._outcome import Outcome
 from instep._pool import Pool
 from instep._program import Array, Output, Rule
 from instep._sharding import take_rows
 from instep._slices import merge_slices
-from instep._stream import Prepared
 from instep._tree import unflatten
 from instep._values import Weighted
 from instep.tensorflow._arrays import read_variable

@@ -12,12 +12,12 @@ import torch
 
 from instep._check import Trial
 from instep._errors import ArgumentError
+from instep._host import Prepared
 from instep._options import Options
 from instep._outcome import Outcome
 from instep._pool import Pool
 from instep._program import Array, Output, Program
 from instep._sharding import take_rows
-from instep._stream import Prepared
 from instep.torch._anatomy import Anatomy, Place, anatomy, wiring
 from instep.torch._arrays import numpy_dtype, to_array, to_tensor
 from instep.torch._batch import to_arrays
