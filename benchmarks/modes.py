@@ -4,15 +4,19 @@
 
 Each portion sleeps for a prescribed time: the batch carries them, drawn once from a
 Gamma distribution of mean 30 ms and shape 4. The simulation is given the very same time
-for the very same portion, so that chance is the same on both sides, and the master's
-time per update as a single worker shows it. Three tables:
+for the very same portion, so that chance is the same on both sides, and what a portion
+and an update cost besides, as one worker at a time shows it. Sleeping needs no core:
+more workers than cores do not slow each other down. Three tables:
 
     modes      1 to 8 equal workers in every mode
-    one slow   four workers, one of which sleeps three times as long
+    one slow   four workers, one of which sleeps three times as long (shape 100)
     backup     Synchronous(backup=b) beside the N-th of N + b sleeping times, in order
 
-A table's last column is chance: how far a predicted step time lies from that of other
-draws of as many times, one standard deviation. The ratios do not have it.
+The column "chance" is the standard deviation of the predicted step time over other
+draws of as many sleeping times: that exact is a figure by itself. Ratios of equal
+workers do not have this error, but that of whatever else the machine does meanwhile.
+As many workers as cores notice that most: each has a core of its own, and wakes up late
+where another program uses it.
 """
 
 from __future__ import annotations
@@ -24,8 +28,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,10 +42,13 @@ import instep.numpy
 WORKERS = tuple(range(1, 9))
 MEAN_S = 0.03
 SHAPE = 4
+# Of times that scatter by 10 %. Beside a slow worker, it is not the same on both sides
+# who is given which portion, and so chance is not the same either: this keeps it small.
+STEADY_SHAPE = 100
 # Turns whose times are drawn; more begin again with the first.
 TURNS = 4096
 # What is left out at first: several portions of every worker.
-SETTLE_S = 0.25
+SETTLE_S = 0.15
 PARAMS = np.zeros(16, np.float32)
 FIGURES = ("step_s", "staleness", "dropped")
 PACKAGES = ("instep", "numpy", "simpy")
@@ -71,6 +77,30 @@ class Figures(NamedTuple):
     dropped: float
 
 
+class Run(NamedTuple):
+    """A case, measured from update number `first` to `last`."""
+
+    case: Case
+    first: int
+    last: int
+    figures: Figures
+
+
+class Costs(NamedTuple):
+    """Seconds beyond the sleep.
+
+    Attributes:
+        portion: the worker's and the system's: sleeping too long, waking up.
+        update: the master's, which makes one after the other.
+    """
+
+    portion: float
+    update: float
+
+
+FREE = Costs(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Result:
     """A case, measured and predicted.
@@ -95,18 +125,19 @@ class Result:
 def main() -> None:
     options = parse_options()
     facts = {**describe(PACKAGES), "load before": load()}
-    update_s = time_per_update(options.seconds)
+    cases = {"modes": [case for size in options.workers for case in equal_cases(size)]}
+    if not options.quick:
+        cases |= {"one slow": slow_cases(), "backup": backup_cases()}
+    measured = {name: measure_all(cases[name], options.seconds) for name in cases}
+    costs = least(costs for _, seen in measured.values() for costs in seen)
     tables = {
-        "modes": [
-            result
-            for workers in options.workers
-            for result in compare_all(equal_cases(workers), options.seconds, update_s)
-        ],
-        "one slow": compare_all(slow_cases(), options.seconds, update_s),
-        "backup": compare_all(backup_cases(), options.seconds, update_s),
+        name: [compare(run, costs) for run in runs]
+        for name, (runs, _) in measured.items()
     }
     facts["load after"] = load()
-    facts["time per update"] = f"{1e3 * update_s:.2f} ms"
+    facts["beyond the sleep"] = (
+        f"{1e3 * costs.portion:.2f} ms a portion, {1e3 * costs.update:.2f} ms an update"
+    )
     print_report(tables, facts)
     if options.json:
         write_json(options.json, tables, facts)
@@ -116,14 +147,14 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
+    parser.add_argument("--seconds", type=float, default=0.9, help="of each run")
     parser.add_argument("--quick", action="store_true", help="1, 2 and 4 workers")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write it all")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="also draw it")
     options = parser.parse_args()
     options.workers = (1, 2, 4) if options.quick else WORKERS
     if options.quick:
-        options.seconds = min(options.seconds, 0.3)
+        options.seconds = min(options.seconds, 0.2)
     return options
 
 
@@ -170,37 +201,24 @@ def backup_cases() -> list[Case]:
     ]
 
 
-def compare_all(cases: list[Case], seconds: float, update_s: float) -> list[Result]:
-    """Each case, measured and predicted; those of equal size share their workers."""
-    with ExitStack() as stack:
-        pools: dict[tuple[int, int], Any] = {}
-        results = []
-        for case in cases:
-            size = case.workers, case.shards
-            if size not in pools:
-                pools[size] = stack.enter_context(start(*size))
-            results.append(compare(pools[size], case, seconds, update_s))
-    return results
-
-
-def compare(pool: Any, case: Case, seconds: float, update_s: float = 0.0) -> Result:
-    """One case, measured for about so long."""
+def compare(run: Run, costs: Costs) -> Result:
+    """What was measured, beside the prediction."""
+    case, first, last, figures = run
     naps = draw_naps(case)
-    first, last = window(case, naps, seconds)
-    predicted = predict(case, naps, first, last, update_s)
+    predicted = predict(case, naps, first, last, costs)
     others = [
-        predict(case, draw_naps(case, seed), first, last, update_s).step_s
-        for seed in range(1, 13)
+        predict(case, draw_naps(case, seed), 1, 1 + last - first, costs).step_s
+        for seed in range(1, 9)
     ]
     return Result(
         label(case.mode),
         case.workers,
         case.shards,
         last - first,
-        measure(pool, case, naps, first, last),
+        figures,
         predicted,
         statistics.stdev(others) / predicted.step_s,
-        order_statistic(case, naps[first:last]),
+        order_statistic(case, naps[first:last], costs),
     )
 
 
@@ -215,33 +233,29 @@ def label(mode: Any) -> str:
 def draw_naps(case: Case, seed: int = 0) -> np.ndarray:
     """Seconds of every portion, shape (turns, parts)."""
     size = TURNS, case.mode.parts(case.shards)
-    return np.random.default_rng(seed).gamma(SHAPE, MEAN_S / SHAPE, size)
+    shape = STEADY_SHAPE if case.has_slow else SHAPE
+    return np.random.default_rng(seed).gamma(shape, MEAN_S / shape, size)
 
 
-def window(case: Case, naps: np.ndarray, seconds: float) -> tuple[int, int]:
-    """(first, last): the updates between these take about so long."""
-    step_s = predict(case, naps, 0, 50).step_s
-    first = math.ceil(SETTLE_S / step_s)
-    return first, first + math.ceil(seconds / step_s)
-
-
-def order_statistic(case: Case, naps: np.ndarray) -> float | None:
-    """Mean of the N-th of each turn's N + b times."""
+def order_statistic(case: Case, naps: np.ndarray, costs: Costs) -> float | None:
+    """Mean of the N-th of each turn's N + b times, and what comes to that."""
     backup = getattr(case.mode, "backup", None)
     if backup is None:
         return None
-    return float(np.sort(naps, axis=1)[:, -1 - backup].mean())
-
-
-def time_per_update(seconds: float) -> float:
-    """What a single worker's update takes beyond its sleep."""
-    case = Case(instep.Asynchronous(), workers=1, shards=1)
-    with closing(start(1, 1)) as pool:
-        result = compare(pool, case, seconds)
-    return result.measured.step_s - result.predicted.step_s
+    return float(np.sort(naps, axis=1)[:, -1 - backup].mean()) + sum(costs)
 
 
 # Measured
+
+
+def measure_all(cases: list[Case], seconds: float) -> tuple[list[Run], list[Costs]]:
+    """Each case; those of equal size, which follow each other, share their workers."""
+    runs, costs = [], []
+    for size, chosen in itertools.groupby(cases, lambda case: case[1:3]):
+        with start(*size) as pool:
+            costs.append(measure_costs(pool, seconds / 2))
+            runs += [measure(pool, case, seconds) for case in chosen]
+    return runs, costs
 
 
 def start(workers: int, shards: int) -> Any:
@@ -253,23 +267,54 @@ def start(workers: int, shards: int) -> Any:
     return pool
 
 
-def measure(pool: Any, case: Case, naps: np.ndarray, first: int, last: int) -> Figures:
-    """From update number `first` to `last`, with updates under way before and after."""
-    slow = pool.statistics().pids[0] if case.has_slow else 0
-    given = batches(case.mode, naps, slow)
-    with pool.stream(given, case.mode, params=PARAMS) as stream:
-        for _ in itertools.islice(stream, first):
-            pass
-        begin = time.perf_counter()
-        updates = list(itertools.islice(stream, last - first))
-        seconds = time.perf_counter() - begin
+def measure(pool: Any, case: Case, seconds: float) -> Run:
+    """About so long, with updates under way before and after."""
+    naps = draw_naps(case)
+    step_s = predict(case, naps, 1, 50).step_s
+    first = math.ceil(SETTLE_S / step_s)
+    last = first + math.ceil(seconds / step_s)
+    times, updates = take(pool, case, naps, last)
+    updates = updates[first:]
     num_dropped = sum(len(update.dropped) for update in updates)
     num_counted = sum(update.weight for update in updates)
-    return Figures(
-        seconds / len(updates),
+    figures = Figures(
+        (times[-1] - times[first - 1]) / len(updates),
         statistics.fmean(update.staleness for update in updates),
         num_dropped / (num_dropped + num_counted),
     )
+    return Run(case, first, last, figures)
+
+
+def measure_costs(pool: Any, seconds: float) -> Costs:
+    """As one worker at a time shows them."""
+    number = 3 + math.ceil(seconds / MEAN_S)
+    case = Case(instep.Asynchronous(warm_start=number), workers=1, shards=1)
+    naps = draw_naps(case)
+    times, updates = take(pool, case, naps, number)
+    waited = np.array([update.wait_seconds for update in updates])
+    beyond = waited - naps[:number, 0]
+    return Costs(
+        float(np.median(beyond[1:])), float(np.median(np.diff(times) - waited[1:]))
+    )
+
+
+def least(costs: Iterable[Costs]) -> Costs:
+    """The least of each: a busy moment of the machine is no cost."""
+    portion, update = zip(*costs, strict=True)
+    return Costs(min(portion), min(update))
+
+
+def take(
+    pool: Any, case: Case, naps: np.ndarray, number: int
+) -> tuple[list[float], list[Any]]:
+    """(times, updates): so many, and when they came; more would be under way."""
+    slow = pool.statistics().pids[-1] if case.has_slow else 0
+    given, times, updates = batches(case.mode, naps, slow), [], []
+    with pool.stream(given, case.mode, params=PARAMS) as stream:
+        for update in itertools.islice(stream, number):
+            times.append(time.perf_counter())
+            updates.append(update)
+    return times, updates
 
 
 def batches(mode: Any, naps: np.ndarray, slow: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -310,27 +355,32 @@ class Prescribed:
 
 
 def predict(
-    case: Case, naps: np.ndarray, first: int, last: int, update_s: float = 0.0
+    case: Case, naps: np.ndarray, first: int, last: int, costs: Costs = FREE
 ) -> Figures:
     """What `measure` would find, from two simulations: one goes on where one ends."""
-    before = simulated(case, naps, first, update_s) if first else None
-    after = simulated(case, naps, last, update_s)
-    seconds, stale = after.seconds, total_staleness(after)
-    if before:
-        seconds, stale = seconds - before.seconds, stale - total_staleness(before)
+    before, after = (simulated(case, naps, steps, costs) for steps in (first, last))
     number = last - first
-    return Figures(seconds / number, stale / number, after.dropped)
+    return Figures(
+        (after.seconds - before.seconds) / number,
+        (total_staleness(after) - total_staleness(before)) / number,
+        after.dropped,
+    )
 
 
 def simulated(
-    case: Case, naps: np.ndarray, steps: int, update_s: float
+    case: Case, naps: np.ndarray, steps: int, costs: Costs
 ) -> instep.Simulation:
     mode = Prescribed(case.mode, naps)
-    compute: Any = mode.seconds
+    sleep: Any = mode.seconds
     if case.has_slow:
-        compute = instep.OneSlow(compute, modes_losses.SLOW_FACTOR)
-    options = {"steps": steps, "shards": case.shards, "update": update_s}
-    return instep.simulate(mode, case.workers, compute, **options)
+        # The last: who is idle first is given a portion first, here and there.
+        sleep = instep.OneSlow(sleep, modes_losses.SLOW_FACTOR, case.workers - 1)
+
+    def seconds(worker: int, generator: Any) -> float:
+        return float(sleep(worker, generator)) + costs.portion
+
+    options: Any = {"steps": steps, "shards": case.shards, "update": costs.update}
+    return instep.simulate(mode, case.workers, seconds, **options)
 
 
 def total_staleness(simulation: instep.Simulation) -> int:
@@ -345,24 +395,21 @@ def print_report(tables: dict[str, list[Result]], facts: dict[str, str]) -> None
         print(f"{fact:<20} {value}")
     for name, results in tables.items():
         print_table(name, results)
-    print_order_statistics(tables["backup"])
+    if "backup" in tables:
+        print_order_statistics(tables["backup"])
 
 
 def print_table(name: str, results: list[Result]) -> None:
     """Measured, predicted and their ratio, for each of the three figures."""
-    heads = ("ms per update", "staleness", "dropped")
-    triples = "".join(f"{head:>24}" for head in heads)
-    print(f"\n{name:<36}{'':>14}{triples}{'chance':>9}")
-    print(" " * 50 + f"{'measured':>10}{'pred.':>7}{'ratio':>7}" * 3)
+    heads = "".join(f"{head:>24}" for head in ("ms per update", "staleness", "dropped"))
+    print(f"\n{name:<47}{heads}")
+    columns = f"{'measured':>10}{'pred.':>7}{'ratio':>7}" * 3
+    print(f"{'':<31}{'workers':>8}{'shards':>8}{columns}{'chance':>8}")
     for result in sorted(results, key=lambda result: result.mode):
-        cells = "".join(
-            triple(scale, measured, predicted)
-            for scale, measured, predicted in zip(
-                (1e3, 1, 1), result.measured, result.predicted, strict=True
-            )
-        )
-        size = f"{result.workers:>3} of {result.shards:<2}"
-        print(f"{result.mode:<36}{size}{cells}{result.chance:>9.1%}")
+        pairs = zip((1e3, 1, 1), result.measured, result.predicted, strict=True)
+        cells = "".join(triple(*pair) for pair in pairs)
+        size = f"{result.workers:>8}{result.shards:>8}"
+        print(f"{result.mode:<31}{size}{cells}{result.chance:>8.1%}")
 
 
 def triple(scale: float, measured: float, predicted: float) -> str:
@@ -371,13 +418,17 @@ def triple(scale: float, measured: float, predicted: float) -> str:
 
 
 def print_order_statistics(results: list[Result]) -> None:
-    print("\nms per update, beside the N-th of N + b sleeping times")
-    print(f"{'b':>3}{'workers':>9}{'measured':>10}{'N-th':>8}{'ratio':>8}")
+    """The N-th of N + b, as far as workers for the late ones make it reachable."""
+    print("\nms per update, beside the N-th of N + b sleeping times (N = 4)")
+    print(f"{'b':>3}{'workers':>9}{'measured':>10}{'pred.':>8}{'N-th':>8}{'ratio':>8}")
     for result in results:
-        backup = result.shards - 4
-        measured, order = 1e3 * result.measured.step_s, 1e3 * (result.order_s or 0)
-        ratio = f"{measured / order:>8.3f}"
-        print(f"{backup:>3}{result.workers:>9}{measured:>10.2f}{order:>8.2f}{ratio}")
+        order_s = result.order_s or math.nan
+        times = result.measured.step_s, result.predicted.step_s, order_s
+        measured, predicted, order = (1e3 * seconds for seconds in times)
+        print(
+            f"{result.shards - 4:>3}{result.workers:>9}{measured:>10.2f}"
+            f"{predicted:>8.2f}{order:>8.2f}{measured / order:>8.3f}"
+        )
 
 
 def write_json(
