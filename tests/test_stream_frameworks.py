@@ -27,8 +27,11 @@ class Numpy:
             error = x @ w - y
             return np.mean(error**2), 2 * x.T @ error / len(x)
 
-        self.w = np.zeros(3, np.float32)
+        self.reset()
         return instep.numpy.value_and_grad(fun, **options)
+
+    def reset(self) -> None:
+        self.w = np.zeros(3, np.float32)
 
     def by_calls(self, pool: Any, rate: float) -> None:
         for batch in BATCHES:
@@ -60,9 +63,12 @@ class Torch:
             return torch.nn.functional.mse_loss(model(x)[:, 0], y)
 
         self._model = torch.nn.Linear(3, 1)
-        for parameter in self._model.parameters():
-            torch.nn.init.zeros_(parameter)
+        self.reset()
         return instep.torch.GradientPool(self._model, loss, **options)
+
+    def reset(self) -> None:
+        for parameter in self._model.parameters():
+            self._torch.nn.init.zeros_(parameter)
 
     def _batches(self) -> Any:
         from_numpy = self._torch.from_numpy
@@ -100,8 +106,12 @@ class Jax:
         def loss(params, x, y):
             return numpy.mean((x @ params["w"] + params["b"] - y) ** 2)
 
-        self._params = {"b": numpy.zeros(()), "w": numpy.zeros(3)}
+        self.reset()
         return instep.jax.value_and_grad(loss, **options)
+
+    def reset(self) -> None:
+        numpy = self._jax.numpy
+        self._params = {"b": numpy.zeros(()), "w": numpy.zeros(3)}
 
     def _step(self, rate: float, grads: Any) -> None:
         def step(value, grad):
@@ -144,6 +154,10 @@ class TensorFlow:
         self._variables = [tf.Variable(tf.zeros(3)), tf.Variable(0.0)]
         return instep.tensorflow.GradientPool(self._variables, loss, **options)
 
+    def reset(self) -> None:
+        for variable in self._variables:
+            variable.assign(self._tf.zeros_like(variable))
+
     def _step(self, rate: float, grads: Any) -> None:
         for variable, grad in zip(self._variables, grads, strict=True):
             variable.assign_sub(rate * grad)
@@ -168,46 +182,36 @@ def script(request):
     return request.param()
 
 
-def test_a_stream_has_the_bits_of_calls_and_a_replay_those_of_its_record(
+def test_streams_have_the_bits_of_calls_of_records_and_of_fewer_workers(
     script, tmp_path
 ):
-    record = tmp_path / "run"
+    record, compensated = tmp_path / "run", instep.DelayCompensated(0.5)
+    local = instep.Local(2, script.momentum or 0.05)
+
+    def streamed(pool, mode, rate=0.05, **options):
+        script.reset()
+        updates = script.by_stream(pool, mode, rate, **options)
+        return bits(script.values()), updates
+
     with script.pool(workers=2, shards=3) as pool:
         script.by_calls(pool, 0.05)
         expected = bits(script.values())
-    with script.pool(workers=2, shards=3) as pool:
-        updates = script.by_stream(pool, instep.Synchronous(), 0.05)
-        assert bits(script.values()) == expected
+        found, updates = streamed(pool, instep.Synchronous())
+        assert found == expected
         assert [update.weight for update in updates] == [11.0] * 7
-    compensated = instep.Asynchronous(correction=instep.DelayCompensated(0.5))
-    with script.pool(workers=2) as pool:
-        script.by_stream(pool, compensated, 0.05, record=record)
-        recorded = bits(script.values())
-    with script.pool(workers=1) as pool:
-        replayed = script.by_stream(pool, instep.Replay(record), 0.05)
-        assert bits(script.values()) == recorded
-        assert all(update.loss > 0 for update in replayed)
-
-
-def test_one_worker_out_of_step_is_plain_sgd(script):
-    with script.pool(workers=1) as pool:
+        free = instep.Asynchronous(correction=compensated)
+        recorded, _ = streamed(pool, free, record=record)
+        walked, updates = streamed(pool, local, rate=1.0)
+        assert [update.weight for update in updates] == [22.0, 22.0, 22.0, 11.0]
+    with script.pool(workers=1, engine="serial") as pool:
         script.by_calls(pool, 0.05)
-        expected = bits(script.values())
-    with script.pool(workers=1) as pool:
-        updates = script.by_stream(pool, instep.Asynchronous(), 0.05)
-        assert bits(script.values()) == expected
+        alone = bits(script.values())
+    with script.pool(workers=1, shards=3) as pool:
+        assert streamed(pool, instep.Replay(record))[0] == recorded
+        assert streamed(pool, local, rate=1.0)[0] == walked
+        found, updates = streamed(pool, instep.Asynchronous())
+        assert found == alone
         assert [update.staleness for update in updates] == [0] * 7
-
-
-def test_local_steps_have_the_same_bits_on_one_worker_and_on_two(script):
-    mode = instep.Local(2, script.momentum or 0.05)
-    found = []
-    for workers in (1, 2):
-        with script.pool(workers=workers, shards=2) as pool:
-            updates = script.by_stream(pool, mode, 1.0)
-            found.append(bits(script.values()))
-            assert [update.weight for update in updates] == [22.0, 22.0, 22.0, 11.0]
-    assert found[0] == found[1]
 
 
 def test_jax_parameters_that_are_not_published_are_an_error():
