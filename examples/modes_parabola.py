@@ -9,13 +9,13 @@ from torch import nn
 import instep
 import instep.torch
 
-BATCHES, RATE = 480, 0.05
+BATCHES, RATE = 320, 0.1
 
 torch.set_num_threads(1)  # the workers need the cores
 torch.manual_seed(0)
 x = 2 * torch.rand(50, 1) - 1
 y = x**2 + 0.05 * torch.randn(50, 1)
-model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
+model = nn.Sequential(nn.Linear(1, 20), nn.ReLU(), nn.Linear(20, 1))
 start = deepcopy(model.state_dict())
 
 
@@ -26,7 +26,7 @@ def loss(model, x, y):
 sgd = partial(torch.optim.SGD, lr=RATE)
 average = partial(torch.optim.SGD, lr=1)  # the average of what the workers have
 outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-adamw = partial(torch.optim.AdamW, lr=0.01)
+adamw = partial(torch.optim.AdamW, lr=0.003)
 stale, delay = instep.StalenessAware(), instep.DelayCompensated(0.04)
 MODES = {  # name: mode, the master's optimizer
     "Synchronous()": (instep.Synchronous(), sgd),

@@ -1,4 +1,4 @@
-"""The command line: `instep demo`, `instep tune`; also `python -m instep demo`.
+"""The command line: `instep demo`, `run`, `tune`; also `python -m instep demo`.
 
 Exit codes: 0 done, 1 failed, 2 called wrongly, 130 ended by Ctrl-C.
 """
@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     ignore_repeated_interrupts()
     try:
-        options = make_parser().parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        options = make_parser().parse_args(given)
+        options.given = given
         return int(options.run(options))
     except InstepError as error:
         print(f"instep: error: {_one_line(error)}", file=sys.stderr)

@@ -11,6 +11,9 @@ from instep._cores import usable_cores
 from instep._errors import ArgumentError
 from instep._program import Rule
 
+# What `instep run` gives to options that a script leaves open.
+defaults: dict[str, Any] = {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -58,7 +61,8 @@ class Options:
     def of(cls, **keywords: Any) -> Options:
         """The options with every default filled in and every value checked."""
         _check_names(keywords, [field.name for field in fields(cls)])
-        given = cls(**keywords)
+        open_ones = {k: v for k, v in defaults.items() if keywords.get(k) is None}
+        given = cls(**{**keywords, **open_ones})
         workers = _at_least(1, "workers", given.workers, default=usable_cores())
         options = cls(
             workers=workers,

@@ -82,7 +82,8 @@ class Versions:
         there = [k for k in range(len(now)) if outputs[k] is not None]
         gradients = [output for output in outputs[: len(now)] if output is not None]
         arrays = [now[k] for k in there], [read[k] for k in there]
-        corrected = correction.correct(Stale(gradients, *arrays, staleness, worker))
+        with np.errstate(all="ignore"):  # an overflow is the user's to see in the loss
+            corrected = correction.correct(Stale(gradients, *arrays, staleness, worker))
         found = dict(zip(there, corrected, strict=True))
         return [found.get(k, output) for k, output in enumerate(outputs)]
 

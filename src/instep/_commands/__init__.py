@@ -10,7 +10,7 @@ import argparse
 import importlib
 from typing import Protocol, cast
 
-COMMANDS = ("demo", "tune")
+COMMANDS = ("demo", "run", "tune")
 
 
 class Command(Protocol):

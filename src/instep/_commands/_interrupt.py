@@ -27,6 +27,13 @@ def ignore_repeated_interrupts() -> None:
     signal.signal(signal.SIGINT, interrupt)
 
 
+def interrupt_as_python_does() -> None:
+    """From now on, every Ctrl-C is a KeyboardInterrupt, as in a script of its own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def ignore_interrupts() -> None:
     """From now on, Ctrl-C does nothing: the process is about to end."""
     if threading.current_thread() is threading.main_thread():
