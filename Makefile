@@ -10,7 +10,7 @@ demo: $(STAMP)  ## train the parabola with TensorFlow on four workers
 	$(BIN)/instep demo
 
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check .

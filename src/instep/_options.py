@@ -27,8 +27,9 @@ class Options:
             None: equal to `workers`.
         threads: threads each worker may use inside one operation. None: the
             environment's OMP_NUM_THREADS, else 1.
-        engine: "processes" (worker processes on this machine) or "serial" (this
-            process, one shard after the other: for debugging; the same bits).
+        engine: "processes" (worker processes on this machine), "serial" (this
+            process, one shard after the other: for debugging) or "mpi" (other ranks of
+            an MPI job); the same bits.
         seed: every random generator a framework uses is seeded from
             (seed, step, shard) before each shard.
         timeout: seconds one shard may take before its worker is replaced and the

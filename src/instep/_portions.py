@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from instep._pieces import Cutter, whole_plan
 from instep._program import Array
-from instep._sharding import Batch, Bounds, Kind, Plan, slice_items
+from instep._sharding import Batch, Bounds, Kind, Plan
 from instep._tree import LEAF, Structure
 from instep.modes._rules import Mode, Portion
 
 # Turns whose bounds are known: portions are dropped soon after they were cut.
 _REMEMBERED = 16
-
-_WHOLE = {Kind.ROWS: Kind.WHOLE, Kind.ITEMS: Kind.OBJECT}
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Portions:
     ) -> None:
         self._batches = iter(batches)
         self._mode, self._split = mode, split
-        self._plans: dict[Any, Plan] = {}
+        self._cutter = Cutter()
         self._turn, self._first, self._taken = -1, 0, 0
         self._current: list[tuple[Batch, Any]] = []
         self._bounds: dict[int, Bounds] = {}  # of the last few turns
@@ -94,7 +93,7 @@ class Portions:
         ]
         rows = [batch.plan.bounds[portion.shard] for batch in batches]
         pieces = zip(batches, rows, strict=True)
-        cut = [self._piece(batch, *bounds) for batch, bounds in pieces]
+        cut = [self._cutter.piece(batch, *bounds) for batch, bounds in pieces]
         return Cut(self._first, rows, cut, self._current[0][1])
 
     def skip(self) -> None:
@@ -123,20 +122,6 @@ class Portions:
             self._bounds.pop(self._turn - _REMEMBERED, None)
         return bool(found)
 
-    def _piece(self, batch: Batch, start: int, stop: int) -> Batch:
-        pairs = zip(batch.leaves, batch.plan.kinds, strict=True)
-        leaves = [_sliced(leaf, kind, start, stop) for leaf, kind in pairs]
-        return Batch(self._plan(batch.plan, stop - start), leaves)
-
-    def _plan(self, plan: Plan, rows: int) -> Plan:
-        """That of a piece; the same one for pieces of the same form."""
-        if (plan, rows) not in self._plans:
-            if len(self._plans) >= 64:
-                self._plans.clear()
-            kinds = tuple(_WHOLE.get(kind, kind) for kind in plan.kinds)
-            self._plans[plan, rows] = _whole(plan.structure, kinds)
-        return self._plans[plan, rows]
-
 
 def turn_of(cut: Cut, state: Array, plans: dict[Any, Plan]) -> Batch:
     """The one argument `Turn(batches, rows, state)`, taken apart."""
@@ -148,17 +133,7 @@ def turn_of(cut: Cut, state: Array, plans: dict[Any, Plan]) -> Batch:
         steps = Structure(tuple, tuple(range(len(parts))), below)
         turn = Structure(Turn, ("batches", "rows", "state"), (steps, LEAF, LEAF))
         kinds = (*itertools.chain(*(plan.kinds for plan in parts)), *[Kind.WHOLE] * 2)
-        plans[key] = _whole(Structure(tuple, (0,), (turn,)), kinds)
+        plans[key] = whole_plan(Structure(tuple, (0,), (turn,)), kinds)
     leaves = [leaf for batch in cut.batches for leaf in batch.leaves]
     rows = np.array([stop - start for start, stop in cut.rows])
     return Batch(plans[key], [*leaves, rows, state])
-
-
-def _whole(structure: Structure, kinds: tuple[Kind, ...]) -> Plan:
-    return Plan(structure, kinds, 0, (), has_objects=Kind.OBJECT in kinds)
-
-
-def _sliced(leaf: Any, kind: Kind, start: int, stop: int) -> Any:
-    if kind is Kind.ROWS:
-        return leaf[start:stop]
-    return slice_items(leaf, start, stop) if kind is Kind.ITEMS else leaf

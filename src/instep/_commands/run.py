@@ -8,6 +8,7 @@ of these options are the script's own; so is everything after `--`.
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 import traceback
@@ -19,7 +20,7 @@ from instep._commands._interrupt import interrupt_as_python_does
 from instep._commands._types import count
 from instep._errors import ArgumentError, InstepError
 
-ENGINES = ("processes", "serial")
+ENGINES = ("processes", "serial", "mpi")
 _FAILED = 1
 
 
@@ -45,12 +46,39 @@ def run(options: argparse.Namespace) -> int:
     sys.argv = [str(options.script), *words]
     sys.path[0] = str(options.script.resolve().parent)
     interrupt_as_python_does()
+    return _on_ranks(options) if options.engine == "mpi" else _run(options.script)
+
+
+def _run(script: Path) -> int:
     try:
-        runpy.run_path(str(options.script), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     except InstepError:  # of the script, not of this command's words
         traceback.print_exc()
         return _FAILED
     return 0
+
+
+def _on_ranks(options: argparse.Namespace) -> int:
+    """Rank 0 runs the script; the others serve until it ends."""
+    from instep._options import defaults
+    from instep.engines import mpi
+
+    if "PYTHONHASHSEED" not in os.environ:  # one for all: it decides the order of sets
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "instep", *options.given])
+    if not mpi.is_master():
+        mpi.serve()
+        return 0
+    mpi.begin_serving()
+    defaults.setdefault("workers", mpi.num_workers())
+    try:
+        code = _run(options.script)
+    except Exception:
+        traceback.print_exc()
+        code = _FAILED
+    finally:
+        mpi.end_serving()
+    return code
 
 
 def _add_options(parser: argparse.ArgumentParser, default: Any = None) -> None:

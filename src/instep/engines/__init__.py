@@ -1,4 +1,4 @@
-"""Engines start workers and move bytes: serial and processes, so far."""
+"""Engines start workers and move bytes: serial, processes and mpi, so far."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from instep.engines._base import Engine
 _MODULES = {
     "serial": ("instep.engines.serial", "Serial"),
     "processes": ("instep.engines.processes", "Processes"),
+    "mpi": ("instep.engines.mpi", "Mpi"),
 }
 
 
