@@ -44,7 +44,7 @@ def test_an_unknown_engine_is_named_beside_the_known_ones(engine):
     with pytest.raises(instep.EngineUnavailableError) as caught:
         make(toy, engine=engine)
     assert f"engine={engine!r}" in str(caught.value)
-    assert "'serial', 'processes', 'mpi'" in str(caught.value)
+    assert "'serial', 'processes', 'mpi', 'ray'" in str(caught.value)
 
 
 def test_a_keyword_with_a_typing_error_is_corrected():

@@ -6,7 +6,7 @@
     pool                   owns engine, step counter, seed; checks the batch
     sharding               batch -> shards (contiguous, weighted, any pytree)
     schedule               which worker computes which shard; stealing, retries
-    engine                 serial · processes · mpi           moves bytes
+    engine                 serial · processes · mpi · ray     moves bytes
     worker                 one loop: read params, compute shard, write gradient
     reduction              fixed tree over shard index; weighted means
     adapter, script        grads in the user's own structure; optimizer.step()

@@ -28,8 +28,9 @@ class Options:
         threads: threads each worker may use inside one operation. None: the
             environment's OMP_NUM_THREADS, else 1.
         engine: "processes" (worker processes on this machine), "serial" (this
-            process, one shard after the other: for debugging) or "mpi" (other ranks of
-            an MPI job); the same bits.
+            process, one shard after the other: for debugging), "mpi" (other ranks of
+            an MPI job) or "ray" (actors of a Ray cluster; `instep.engines.Ray(...)`
+            with an address); the same bits.
         seed: every random generator a framework uses is seeded from
             (seed, step, shard) before each shard.
         timeout: seconds one shard may take before its worker is replaced and the
@@ -64,7 +65,8 @@ class Options:
         _check_names(keywords, [field.name for field in fields(cls)])
         open_ones = {k: v for k, v in defaults.items() if keywords.get(k) is None}
         given = cls(**{**keywords, **open_ones})
-        workers = _at_least(1, "workers", given.workers, default=usable_cores())
+        default = getattr(given.engine, "workers", None) or usable_cores()
+        workers = _at_least(1, "workers", given.workers, default=default)
         options = cls(
             workers=workers,
             shards=_at_least(1, "shards", given.shards, default=workers),

@@ -20,7 +20,7 @@ from instep._commands._interrupt import interrupt_as_python_does
 from instep._commands._types import count
 from instep._errors import ArgumentError, InstepError
 
-ENGINES = ("processes", "serial", "mpi")
+ENGINES = ("processes", "serial", "mpi", "ray")
 _FAILED = 1
 
 

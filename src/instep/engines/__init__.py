@@ -1,9 +1,9 @@
-"""Engines start workers and move bytes: serial, processes and mpi, so far."""
+"""Engines start workers and move bytes: serial, processes, mpi and ray."""
 
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from instep._errors import EngineUnavailableError
 from instep.engines._base import Engine
@@ -12,7 +12,18 @@ _MODULES = {
     "serial": ("instep.engines.serial", "Serial"),
     "processes": ("instep.engines.processes", "Processes"),
     "mpi": ("instep.engines.mpi", "Mpi"),
+    "ray": ("instep.engines.ray", "Ray"),
 }
+
+
+if TYPE_CHECKING:
+    from instep.engines.ray import Ray as Ray
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Ray":  # the one with arguments of its own
+        return importlib.import_module("instep.engines.ray").Ray
+    raise AttributeError(f"module 'instep.engines' has no attribute {name!r}")
 
 
 def make_engine(engine: str | Engine) -> Engine:
