@@ -24,8 +24,8 @@ format: $(STAMP)  ## put the code in the project's format
 clean:
 	rm -rf $(VENV)
 
+# Not compiled: pip would compile every file of every framework.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	# What is imported is compiled then: a third of the files of all frameworks.
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	touch $(STAMP)
