@@ -24,8 +24,7 @@ format: $(STAMP)  ## put the code in the project's format
 clean:
 	rm -rf $(VENV)
 
-# Not compiled: pip would compile every file of every framework.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
