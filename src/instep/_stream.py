@@ -76,7 +76,6 @@ class _Errand:
 
     job: Job
     cut: Cut
-    prepared: Prepared
     version: Version
     kept: Kept
     read: int  # the version its steps began with
@@ -231,7 +230,7 @@ class Stream:
         self._number += 1
         self._pool._bytes_moved += batch.nbytes
         job = Job(portion, version.number, lane)
-        errand = _Errand(job, cut, cut.tag, version, kept, read)
+        errand = _Errand(job, cut, version, kept, read)
         self._errands[portion] = self._by_key[kept.key] = errand
         self._rules.start(job)
         self._courier.submit(worker, self._parcel(errand))
@@ -277,7 +276,7 @@ class Stream:
         for errand in errands:
             self._versions.leave(errand.version)
         outcome = self._outcome(errands, outputs)
-        value, grads = self._pool._stream_result(outcome, errands[0].prepared)
+        value, grads = self._pool._stream_result(outcome, errands[0].cut.tag)
         self._has_handed = True
         if self._record is not None:
             self._record.write(group)
@@ -298,7 +297,7 @@ class Stream:
         return self._versions.corrected(
             self._correction,
             outputs,
-            errand.prepared,
+            errand.cut.tag,
             errand.version,
             self._versions.number - errand.read,
             errand.job.worker,

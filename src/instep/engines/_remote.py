@@ -261,11 +261,13 @@ class Remote(ABC):
 
     def _lose(self, worker: int, reason: str) -> None:
         """The worker has ended; the dispatcher asks for another."""
-        self._running.pop(worker, None)
-        self._idle.pop(worker, None)
-        for known in (self._loaded, self._known, self._pids):
-            known.pop(worker, None)
+        self._drop(worker)
         self._pending.append(Lost(worker, reason))
+
+    def _drop(self, worker: int) -> None:
+        """Nothing is known of this worker's process any more."""
+        for known in (self._running, self._idle, self._loaded, self._known, self._pids):
+            known.pop(worker, None)
 
     def _note(self, worker: int, report: Report) -> None:
         running = self._running.pop(worker, _Running(-1))

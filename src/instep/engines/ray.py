@@ -61,8 +61,7 @@ class Ray(Remote):
         if actor is not None:
             self._ray.kill(actor)
         self._answers = {ref: w for ref, w in self._answers.items() if w != worker}
-        for known in (self._running, self._idle, self._loaded, self._known, self._pids):
-            known.pop(worker, None)
+        self._drop(worker)
         if worker < self._workers:
             self._take_in(worker)
 

@@ -28,7 +28,7 @@ from instep.tensorflow._program import (
     threads_of_this_process,
 )
 from instep.tensorflow._trace import EagerTrace, LossFunction
-from instep.tensorflow._traces import Batch, Entry, Traces
+from instep.tensorflow._traces import Entry, Traces
 
 
 class GradientPool(Pool):
@@ -128,9 +128,7 @@ class GradientPool(Pool):
     # Streams
 
     def _stream_batch(self, batch: tuple[Any, ...]) -> Prepared:
-        arrays, entry = self._found(batch, gradient=True)
-        arguments = *arrays.shippable(), entry.number
-        return Prepared(arguments, None, self._outputs_for(entry), entry, entry.number)
+        return self._prepared(batch, gradient=True)
 
     def _stream_params(self, prepared: Prepared) -> Any:
         return [read_variable(v) for v in prepared.form.traced.variables]
@@ -157,19 +155,15 @@ class GradientPool(Pool):
     def _outcome(
         self, arguments: tuple[Any, ...], *, gradient: bool
     ) -> tuple[Entry, Outcome]:
-        batch, entry = self._found(arguments, gradient=gradient)
+        prepared = self._prepared(arguments, gradient=gradient)
+        params = self._stream_params(prepared)
         outcome = self._step(
-            [read_variable(v) for v in entry.traced.variables],
-            (*batch.shippable(), entry.number),
-            self._outputs_for(entry),
-            gradient=gradient,
+            params, prepared.arguments, prepared.outputs, gradient=gradient
         )
-        return entry, outcome
+        return prepared.form, outcome
 
-    def _found(
-        self, arguments: tuple[Any, ...], *, gradient: bool
-    ) -> tuple[Batch, Entry]:
-        """The batch, and the trace for it, which the workers have."""
+    def _prepared(self, arguments: tuple[Any, ...], *, gradient: bool) -> Prepared:
+        """The batch, and the entry with the trace for it, which the workers have."""
         if not tf.executing_eagerly():
             raise ArgumentError(
                 "the pool was called while a graph is being built (in a tf.function, "
@@ -184,7 +178,8 @@ class GradientPool(Pool):
                 "differentiate by"
             )
         self._ship_new_traces()
-        return batch, entry
+        shipped = *batch.shippable(), entry.number
+        return Prepared(shipped, None, self._outputs_for(entry), entry, entry.number)
 
     def _outputs_for(self, entry: Entry) -> list[Output]:
         """The same list at every call, which spares the pool a comparison."""

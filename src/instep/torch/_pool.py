@@ -168,8 +168,7 @@ class GradientPool(Pool):
 
     def _stream_params(self, prepared: Prepared) -> Any:
         self._follow()
-        modes = modes_of(self._parts, self._sparse)
-        return self._seats.values(), self._shelf.packed(self._buffers()), modes
+        return self._state(modes_of(self._parts, self._sparse))
 
     def _stream_arrays(self, leaves: list[Array], prepared: Prepared) -> list[Array]:
         return dense_arrays(self._seats.packing, leaves[0], self._expected.indices)
@@ -212,9 +211,8 @@ class GradientPool(Pool):
             self._check_usable()
             self._follow()
             modes = modes_of(self._parts, self._sparse)
-            buffers = self._shelf.packed(self._buffers())
             outcome = self._step(
-                (self._seats.values(), buffers, modes),
+                self._state(modes),
                 (*arrays, formats),
                 self._expect(modes),
                 gradient=gradient,
@@ -224,6 +222,10 @@ class GradientPool(Pool):
         return outcome
 
     # The model as it is now
+
+    def _state(self, modes: Array) -> tuple[Array, Array, Array]:
+        """All that a worker needs of the model, besides what has travelled."""
+        return self._seats.values(), self._shelf.packed(self._buffers()), modes
 
     def _follow(self) -> None:
         """Catches up with a model whose parts were replaced or changed form."""
