@@ -9,8 +9,10 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)  ## train the parabola with TensorFlow on four workers
 	$(BIN)/instep demo
 
+# Without restarts: after one, the tests that are left would wait for ever.
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	    --max-worker-restart=0
 
 check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -530,6 +530,15 @@ def test_large_parameters_in_every_mode(tmp_path):
                 assert np.abs(grads - w * scale).max() < 1e-14  # a rounding or two
 
 
+def test_a_worker_that_was_heard_of_while_others_averaged_answers_all_the_same():
+    """Averaging in the workers takes reports in; 'ready' may be told of much later."""
+    with make(toy, workers=1, timeout=30) as pool:
+        stream = pool.stream([ROWS], instep.Asynchronous(), params=1.0)
+        while not pool._engine.idle():
+            pool._engine._receive(1.0)
+        assert [update.loss for update in stream] == [4.5]
+
+
 def test_the_workers_that_wait_for_nothing_are_told_apart_from_the_dead():
     """Killing every worker of a stream ends in the same updates."""
     with started(make(nap, workers=2), np.ones(2), np.zeros(2)) as pool:

@@ -15,7 +15,7 @@ from instep._blame import deadly, failure, overdue
 from instep._dispatch import Counters
 from instep._options import Options
 from instep._program import Task
-from instep.engines._base import Done, Engine, Event, Failed, Kept, Lost
+from instep.engines._base import Done, Engine, Event, Failed, Kept, Lost, Ready
 
 _ADVICE = "smaller batches"
 
@@ -87,6 +87,8 @@ class Courier:
                     self._take_back(event.worker)
 
     def _handle(self, event: Event, answers: list[tuple[Parcel, Done]]) -> None:
+        if isinstance(event, Ready):
+            return  # perhaps of long ago, and the worker has a parcel by now
         self._due.pop(event.worker, None)
         if isinstance(event, Lost):
             parcel = self._take_back(event.worker)
