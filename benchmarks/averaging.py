@@ -36,7 +36,7 @@ from pathlib import Path
 
 import psutil
 from averaging_ranks import AVERAGERS
-from crew import Crew, at_work
+from crew import Crew, at_work, mpirun
 from machine import describe, load
 from overhead import idle_cpu, turns
 
@@ -130,7 +130,7 @@ def crew(name: str, processes: int) -> Crew:
         "averaging_ranks.py",
         arguments,
         ranks,
-        with_mpi=name == "MPI",
+        launcher=mpirun(ranks) if name == "MPI" else (),
         environment=SINGLE,
     )
 

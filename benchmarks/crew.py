@@ -47,7 +47,8 @@ class Crew:
         script: beside this file; started as `script *arguments FOLDER RANK`.
         arguments: the first ones of the script.
         ranks: how many.
-        with_mpi: mpirun starts them, and they take their number from its environment.
+        launcher: a command that starts all of them, such as mpirun; they take their
+            number from its environment.
         environment: variables to set, for all ranks.
     """
 
@@ -57,7 +58,7 @@ class Crew:
         arguments: Sequence[str],
         ranks: int,
         *,
-        with_mpi: bool = False,
+        launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="crew-"))
@@ -65,14 +66,14 @@ class Crew:
         self._orders = [self._pipe(f"orders.{rank}") for rank in range(ranks)]
         pipes = [self._pipe(f"answers.{rank}") for rank in range(ranks)]
         self._answers = [os.fdopen(pipe, "rb", buffering=0) for pipe in pipes]
-        command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-        command.append(str(self._folder))
-        started = [[*command, str(rank)] for rank in range(ranks)]
-        if with_mpi:
-            started = [[*mpirun(ranks), *command, "-1"]]
+        path = str(Path(__file__).with_name(script))
+        command = [path, *arguments, str(self._folder)]
+        started = [[sys.executable, *command, str(rank)] for rank in range(ranks)]
+        if launcher:
+            started = [[*launcher, *command, "-1"]]
         variables = {**os.environ, **(environment or {})}
         self._processes = [
-            start(words, self._log, variables, with_mpi) for words in started
+            start(words, self._log, variables, bool(launcher)) for words in started
         ]
 
     def carry_out(self, order: Order) -> list[Answer]:
@@ -157,10 +158,10 @@ def start(
 
 
 def mpirun(ranks: int) -> list[str]:
-    """Starts ranks of Open MPI; as many as asked for, on however few cores."""
+    """Starts ranks of Open MPI with Python; as many as asked for, on few cores too."""
     program = str(Path(sys.executable).with_name("mpirun"))
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    return [program, *options, "-n", str(ranks)]
+    return [program, *options, "-n", str(ranks), sys.executable]
 
 
 def rank_of(text: str) -> int:

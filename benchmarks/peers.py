@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from crew import Crew, at_work
+from crew import Crew, at_work, mpirun
 from keras_processes import free_ports
 from machine import describe, load
 from overhead import idle_cpu, turns
@@ -131,7 +131,7 @@ def crew(name: str, way: Way, task: str) -> Crew:
         "peers_ranks.py",
         [name, task, ",".join(free_ports(way.ranks))],
         way.ranks,
-        with_mpi=name == "mpi4py",
+        launcher=mpirun(way.ranks) if name == "mpi4py" else (),
         environment={**threads, **way.environment},
     )
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,16 @@ class Place:
 
 
 @contextmanager
-def instep_two(task: Task, place: Place) -> Iterator[Step]:
+def instep_pool(
+    task: Task, place: Place, workers: int = 2, engine: str = "processes"
+) -> Iterator[Step]:
     """A pool of this library."""
     import instep.torch
 
     model, batches = task.model(), cycle(task.tensors())
     optimizer = task.optimizer(model)
-    with instep.torch.GradientPool(model, task.loss, workers=2, threads=1) as pool:
+    options = {"workers": workers, "threads": 1, "engine": engine}
+    with instep.torch.GradientPool(model, task.loss, **options) as pool:
 
         def step() -> Any:
             optimizer.zero_grad()
@@ -58,7 +62,7 @@ def instep_two(task: Task, place: Place) -> Iterator[Step]:
             return loss
 
         step()
-        while len(pool.statistics().pids) < 2:
+        while len(pool.statistics().pids) < workers:
             pool.evaluate(*task.tensors()[0])
         yield step
 
@@ -326,7 +330,7 @@ KERAS = {
 DENSE = ("parabola", "MLP")
 
 WAYS = {
-    "instep": Way(instep_two),
+    "instep": Way(instep_pool),
     "1 thread": Way(alone),
     "all threads": Way(alone, threads=None),
     "DDP": Way(data_parallel, ranks=2),
@@ -344,10 +348,18 @@ WAYS = {
     ),
 }
 
+# In jobs of mpirun, with so many ranks that compute.
+ON_MPI = {
+    f"by hand {ranks}": Way(mpi, ranks=ranks, package="mpi4py") for ranks in (2, 4)
+} | {
+    f"instep {workers}": Way(partial(instep_pool, workers=workers, engine="mpi"))
+    for workers in (2, 4)
+}
+
 
 def main() -> None:
     name, task, ports, folder = *sys.argv[1:4], Path(sys.argv[4])
-    way = WAYS[name]
+    way = {**WAYS, **ON_MPI}[name]
     place = Place(rank_of(sys.argv[5]), way.ranks, folder, ports.split(","), task)
     if way.threads:
         torch.set_num_threads(way.threads)

@@ -15,12 +15,8 @@ pytest.importorskip("mpi4py")
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 
-CONFORMANCE = """
-from instep import testing
-
-testing.check_engine("mpi", [1, 2, 3])
-print("all facts hold")
-"""
+FACTS = Path(__file__).with_name("mpi_facts.py")
+PREFIX = [sys.executable, "-m", "instep", "run", "--engine", "mpi"]
 
 TRAINING = """
 import hashlib
@@ -63,23 +59,58 @@ print("the same bits")
 """
 
 
-def run(folder, text, ranks=3, **options):
-    """A job that runs this script on rank 0."""
+def run(folder, script, ranks=3, machines=(), **variables):
+    """A job that runs a script (or this text) on rank 0.
+
+    machines: ranks of each, as if they were several; or all are on one.
+    """
+    if not isinstance(script, Path):
+        script = write_script(folder, script)
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    words = ["-m", "instep", "run", "--engine", "mpi", write_script(folder, text)]
+    for name, value in variables.items():
+        options += ["-x", f"{name}={value}"]
+    words = [MPIRUN, *options, "-n", str(ranks), *PREFIX, script]
+    if machines:
+        words = [MPIRUN, *options]
+        for number, size in enumerate(machines):
+            words += [":"] * bool(number) + ["-x", f"INSTEP_MACHINE={number}"]
+            words += ["-n", str(size), *PREFIX, script]
     return subprocess.run(
-        [MPIRUN, *options, "-n", str(ranks), sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        cwd=folder,
+        words, capture_output=True, text=True, timeout=100, cwd=folder
     )
 
 
-def test_the_conformance_facts_hold(tmp_path):
-    result = run(tmp_path, CONFORMANCE, ranks=4)
+@pytest.mark.guard(110)
+def test_the_facts_hold_on_several_machines(tmp_path):
+    result = run(tmp_path, FACTS, machines=(2, 1, 1))
     assert result.returncode == 0, result.stderr
     assert result.stdout == "all facts hold\n"
+
+
+LONG_MESSAGES = """
+import numpy as np
+import instep
+
+def fun(w, x):
+    return np.mean(x), w * np.mean(x)
+
+def bits(engine):
+    rows = np.linspace(0, 1, 1280).reshape(160, 8)
+    with instep.numpy.value_and_grad(fun, engine=engine, shards=5) as pool:
+        for _ in range(3):
+            loss, grad = pool(np.linspace(1, 2, 60_000), rows)
+    return loss.tobytes() + grad.tobytes()
+
+assert bits("mpi") == bits("serial")
+print("the same bits")
+"""
+
+
+def test_messages_are_cut_where_they_are_too_long(tmp_path):
+    limit = {"INSTEP_MPI_MESSAGE_BYTES": 1024}
+    result = run(tmp_path, LONG_MESSAGES, machines=(2, 1, 1), **limit)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "the same bits\n"
 
 
 def test_training_has_the_bits_of_the_serial_engine_in_every_mode(tmp_path):
@@ -88,16 +119,7 @@ def test_training_has_the_bits_of_the_serial_engine_in_every_mode(tmp_path):
     assert result.stdout == "the same bits\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("raise ValueError('of the script')", "ValueError: of the script"),
-        ("pool(np.ones(1), -np.ones(4))", "ValueError: of the loss"),
-        ("pool(np.ones(1), np.zeros(4))", ""),  # ends its rank
-    ],
-)
-def test_an_error_or_a_death_on_any_rank_ends_the_job(tmp_path, line, text):
-    script = f"""
+FAILING = """
 import os
 import numpy as np
 import instep
@@ -111,12 +133,40 @@ def fun(w, x):
 
 pool = instep.numpy.value_and_grad(fun)
 assert pool(np.ones(1), np.ones(4))[0] == 1
-{line}
 """
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("raise ValueError('of the script')", "ValueError: of the script"),
+        ("pool(np.ones(1), -np.ones(4))", "ValueError: of the loss"),
+        ("pool(np.ones(1), np.zeros(4))", "exit code 3"),  # ends its worker
+        ("os.kill(os.getpid(), 9)", "signal 9"),  # rank 0
+    ],
+)
+def test_an_error_or_a_death_ends_the_job(tmp_path, line, text):
     begin = time.monotonic()
-    result = run(tmp_path, script)
+    result = run(tmp_path, FAILING + line, machines=(2, 1))
     assert result.returncode != 0
     assert text in result.stderr
+    assert time.monotonic() - begin < 20
+
+
+def test_the_death_of_a_rank_ends_the_job(tmp_path):
+    """Of the one that serves on another machine, while the script computes."""
+    script = (
+        FAILING
+        + """
+while True:
+    assert pool(np.ones(1), np.ones(4))[0] == 1
+    ranks = [child for child in psutil.Process(os.getppid()).children()]
+    ranks[-1].kill()
+"""
+    )
+    begin = time.monotonic()
+    result = run(tmp_path, "import psutil\n" + script, machines=(2, 1))
+    assert result.returncode != 0
     assert time.monotonic() - begin < 20
 
 

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep._layout import Layout, store
+from instep._partials import any_present, largest_nodes, root, segments_of
 from instep._program import Output
-from instep._reduction import BLOCK, average_slots, reduce_rows, reduce_scalar
+from instep._reduction import (
+    BLOCK,
+    average_slots,
+    reduce_rows,
+    reduce_scalar,
+    reduce_slots,
+)
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
@@ -171,3 +178,69 @@ def test_a_gradient_that_no_shard_has_stays_none_and_one_of_some_counts_as_zero(
     assert first.tolist() == [0.5, 0.5]
     assert second is None
     assert third.tolist() == [1.0, 1.0]
+
+
+# Parts of the tree, combined where their shards are
+
+EVERY_KIND = [
+    Output((3, 5), np.dtype(np.float64), "mean", "double"),
+    Output((40,), np.dtype(np.float32), "mean", "single"),
+    Output((7,), HALVES[0], "mean", "half"),
+    Output((9,), HALVES[1], "mean", "brain half"),
+    Output((4,), np.dtype(np.float32), "sum", "sum"),
+]
+
+
+def slot_of(layout, rng):
+    """A shard's outputs, some of them None."""
+    values = [rng.normal(size=o.shape).astype(o.dtype) for o in layout.outputs]
+    values = [None if rng.random() < 0.3 else value for value in values]
+    slot = np.zeros(layout.nbytes, np.uint8)
+    store(layout, values, layout.views(slot), layout.present(slot))
+    return slot
+
+
+def over_machines(slots, weights, layout, places, cuts):
+    """The result where each machine combines its nodes, and each part one of all."""
+    working = layout.working
+    wide = [layout.convert(slot, working) for slot in slots]
+    nodes = {}
+    for machine in set(places):
+        held = {shard for shard, place in enumerate(places) if place == machine}
+        for node in largest_nodes(held, len(slots)):
+            own, some = wide[node.start : node.stop], weights[node.start : node.stop]
+            nodes[node] = out = np.zeros(working.nbytes, np.uint8)
+            reduce_slots(own, some, working, out)
+            working.present(out)[:] = any_present(own, working)
+    result = np.empty(working.nbytes, np.uint8)
+    for start, stop in zip(cuts, [*cuts[1:], working.nbytes], strict=True):
+        parts = {node: array[start:stop] for node, array in nodes.items()}
+        segments = segments_of(working, start, stop)
+        result[start:stop] = root(parts, weights, segments)
+    working.present(result)[:] = any_present(list(nodes.values()), working)
+    return working.convert(result, layout)
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=17),
+    st.lists(st.sampled_from([64, 128, 320, 512]), max_size=3, unique=True),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_where_shards_are_combined_changes_no_bit(places, cuts, are_equal, seed):
+    rng, layout = np.random.default_rng(seed), Layout.of(EVERY_KIND)
+    slots = [slot_of(layout, rng) for _ in places]
+    weights = [17.0 if are_equal else float(rng.integers(0, 9)) for _ in places]
+    expected = average_slots(slots, weights, layout)
+    out = over_machines(slots, weights, layout, places, [0, *sorted(cuts)])
+    present = layout.present(out)
+    for array, view, has in zip(expected, layout.views(out), present, strict=True):
+        assert (array is not None) == bool(has)
+        assert array is None or array.tobytes() == view.tobytes()
+
+
+def test_the_largest_subtrees_are_combined_first():
+    assert largest_nodes({0, 1, 2, 3, 4, 5, 6}, 7) == [(0, 7)]
+    assert largest_nodes({4, 5, 6}, 7) == [(4, 7)]
+    assert largest_nodes({1, 2, 3, 4}, 7) == [(1, 2), (2, 4), (4, 5)]
+    assert largest_nodes(set(), 7) == []

@@ -9,6 +9,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 import instep
@@ -109,23 +110,41 @@ def test_strength_zero_is_no_correction_bit_for_bit(tmp_path):
     assert bits(again) == bits(w)
 
 
-def test_the_sum_of_a_stale_gradient_and_its_correction():
+def numbered(number):
+    """So many batches of one row, which is the batch's number."""
+    return np.arange(float(number))[:, None]
+
+
+def wait_for_batch(folder, x, ahead):
+    """In a loss of `numbered` batches: until so many more have begun.
+
+    So batches are answered in the order in which they were begun, one at a time, with
+    that many workers and one more.
+    """
+    (folder / f"{x[0]:.0f}").touch()
+    while not (folder / f"{x[0] + ahead:.0f}").exists():
+        time.sleep(0.001)
+
+
+def test_the_sum_of_a_stale_gradient_and_its_correction(tmp_path):
     """Of h w^2 / 2, strength h / g^2 gives the gradient at the new parameters."""
 
     def steep(w, x):
-        return 3 * w**2 / 2 + 0 * np.mean(x), 3 * w
+        wait_for_batch(tmp_path, x, ahead=1)
+        return 3 * w**2 / 2, 3 * w
 
     correction = instep.DelayCompensated(strength=3 / 36)  # g = 6 at w = 2
     mode = instep.Asynchronous(correction=correction)
-    with started(make(steep, workers=2), np.array(2.0), ROWS) as pool:
+    with make(steep, workers=2) as pool:
         w = np.array(2.0)
-        stream = pool.stream([ROWS, ROWS], mode, params=w)
+        stream = pool.stream(numbered(2), mode, params=w)
         first = next(stream)
         assert (first.grads, first.staleness) == (6.0, 0)
         w -= 0.25 * first.grads  # 0.5
+        (tmp_path / "2").touch()
         second = next(stream)
-    if second.staleness:  # else the second worker began after the first update
-        assert second.grads == pytest.approx(1.5, rel=1e-15)  # one rounding or two
+    assert second.staleness == 1
+    assert second.grads == pytest.approx(1.5, rel=1e-15)  # one rounding or two
 
 
 def nap(w, x):
@@ -134,39 +153,75 @@ def nap(w, x):
     return np.mean(x), np.asarray(w * 1.0)
 
 
-def test_equal_workers_settle_at_a_staleness_of_one_less_than_their_number():
-    # Naps of other lengths at first, so that the workers do not answer at once.
-    naps = [np.array([0.02 + 0.01 * k]) for k in range(3)]
-    naps += [np.array([0.03])] * 18
-    with started(make(nap, workers=3, shards=3), np.ones(2), np.zeros(3)) as pool:
-        stream = pool.stream(naps, instep.Asynchronous(), params=np.ones(2))
-        staleness = [update.staleness for update in stream]
-    assert staleness[:3] == [0, 1, 2]
-    assert staleness[3:].count(2) >= 12  # a busy machine may swap a few
-    assert sum(staleness[3:]) / len(staleness[3:]) == pytest.approx(2, abs=0.2)
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_equal_workers_settle_at_a_staleness_of_one_less_than_their_number(
+    workers, tmp_path
+):
+    def equal(w, x):
+        """Takes as long as every other worker needs to begin another batch."""
+        wait_for_batch(tmp_path, x, ahead=workers - 1)
+        return np.mean(x), np.asarray(w * 1.0)
+
+    with make(equal, workers=workers) as pool:
+        stream = pool.stream(numbered(99), instep.Asynchronous(), params=np.ones(2))
+        updates = list(itertools.islice(stream, 20))
+    assert [update.loss for update in updates] == list(range(20))
+    expected = [min(number, workers - 1) for number in range(20)]
+    assert [update.staleness for update in updates] == expected
+    for update, later in zip(updates, updates[workers:], strict=False):
+        assert update.worker == later.worker
+
+
+def stops_once(w, x):
+    """Stops its worker in the second of `numbered` batches."""
+    if x[0] == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return np.mean(x), np.asarray(np.mean(x) + 0 * w)
+
+
+class WhenAllWait(threading.Thread):
+    """Lets a stopped worker go on once the others have nothing to do but wait for it.
+
+    Args:
+        pool: whose stream waits.
+        look: is called before that; what it returns is `seen`.
+    """
+
+    def __init__(self, pool, look):
+        super().__init__(daemon=True)
+        self._engine, self._look = pool._engine, look
+        self.start()
+
+    def run(self):
+        wait_until(self._is_moment, "the others do not come to a stop")
+        self.seen = self._look()
+        os.kill(self._pid, signal.SIGCONT)
+
+    def _is_moment(self):
+        engine, number = self._engine, self._engine._number
+        busy = engine.busy()
+        # If then the master waits and has given nobody a command since, nobody may
+        # begin anything.
+        if not engine._is_receiving or engine._number != number or len(busy) != 1:
+            return False
+        self._pid = engine._seats[busy[0]].pid
+        return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
 def test_a_staleness_bound_is_kept_with_a_worker_that_is_stopped(limit):
-    with started(make(toy, workers=3), np.array(1.0), ROWS) as pool:
-        w = np.array(1.0)
+    staleness, w = {}, np.array(1.0)
+    with started(make(stops_once, workers=3), w, np.zeros(3)) as pool:
         mode = instep.Asynchronous(max_staleness=limit)
-        stopped, stalest, seen = pool.statistics().pids[1], 0, 0
-        os.kill(stopped, signal.SIGSTOP)
-        going_on = gone_on_after(1.0, stopped)
-        for update in pool.stream([ROWS] * 30, mode, params=w):
+        others = WhenAllWait(pool, lambda: set(staleness))
+        for update in pool.stream(numbered(30), mode, params=w):
             w -= 0.01 * update.grads
-            stalest, seen = max(stalest, update.staleness), seen + 1
-        going_on.join()
-    assert seen == 30
-    assert stalest <= limit
-
-
-def gone_on_after(seconds, pid):
-    """Lets a stopped process go on after a while."""
-    timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
-    timer.start()
-    return timer
+            staleness[int(update.loss)] = update.staleness
+        others.join()
+    assert others.seen >= {0}
+    assert 1 not in others.seen
+    assert staleness.keys() == set(range(30))
+    assert staleness[1] == limit == max(staleness.values())
 
 
 def whole(w, x):
@@ -185,17 +240,20 @@ def test_workers_never_read_parameters_that_are_being_written():
     assert (w == 10_000).all()
 
 
-def test_backup_shards_that_are_late_are_dropped_and_reported():
+def test_backup_shards_that_are_late_are_dropped_and_reported(tmp_path):
     def late(w, x):
-        time.sleep(0.3 * (x[-1] == 8))
+        while x[-1] == 8 and not (tmp_path / "goes on").exists():
+            time.sleep(0.001)
         return w * np.mean(x), np.asarray(np.mean(x))
 
-    with started(make(late, workers=4), np.array(1.0), ROWS) as pool:
+    with started(make(late, workers=4), np.array(1.0), 0 * ROWS) as pool:
         mode = instep.Synchronous(backup=1)
         stream = pool.stream([ROWS, ROWS], mode, params=np.array(1.0))
-        for update in stream:
+        for update in itertools.islice(stream, 2):
             assert (update.loss, update.grads, update.weight) == (3.5, 3.5, 6.0)
             assert update.dropped == (6, 7)
+        (tmp_path / "goes on").touch()
+        assert list(stream) == []
         assert pool(np.array(1.0), ROWS) == (4.5, 4.5)  # the late ones do no harm
 
 
@@ -213,7 +271,7 @@ def slow_when_marked(w, x):
 
 
 def test_a_recorded_run_has_the_same_bits_on_any_number_of_workers(tmp_path):
-    naps = np.random.default_rng(2).uniform(0, 0.002, 500)
+    naps = np.random.default_rng(2).uniform(0, 0.002, 200)
     batches = [np.array([nap, k % 7]) for k, nap in enumerate(naps)]
 
     def run(pool, mode, **options):
@@ -530,11 +588,26 @@ def test_large_parameters_in_every_mode(tmp_path):
                 assert np.abs(grads - w * scale).max() < 1e-14  # a rounding or two
 
 
+def test_what_is_heard_while_workers_average_is_told_before_they_get_more():
+    """Else an answer would be taken for that of the shard given since."""
+
+    def flat(w, x):
+        return float(np.mean(x)), np.full_like(w, np.mean(x))
+
+    batches = [np.full(3, float(k)) for k in range(60)]
+    with make(flat, workers=3) as pool:
+        stream = pool.stream(batches, instep.Asynchronous(), params=np.ones(600_003))
+        seen = []
+        for update in stream:
+            assert (update.grads == update.loss).all()
+            seen.append(update.loss)
+    assert sorted(seen) == [float(k) for k in range(60)]
+
+
 def test_a_worker_that_was_heard_of_while_others_averaged_answers_all_the_same():
-    """Averaging in the workers takes reports in; 'ready' may be told of much later."""
     with make(toy, workers=1, timeout=30) as pool:
         stream = pool.stream([ROWS], instep.Asynchronous(), params=1.0)
-        while not pool._engine.idle():
+        while not pool._engine._pending:  # as averaging in the workers takes it in
             pool._engine._receive(1.0)
         assert [update.loss for update in stream] == [4.5]
 
@@ -591,41 +664,42 @@ def test_local_steps_with_the_same_rows_on_all_workers_are_those_of_one():
 
 
 def test_a_bound_on_batches_is_kept_with_a_worker_that_is_stopped():
-    taken, ahead, finished = 0, 0, 0
+    taken, rows = 0, 0.0
 
     def batches():
         nonlocal taken
-        for _ in range(20):
+        for number in range(20):
             taken += 1
-            yield ROWS
+            yield np.array([float(number), 0.0])  # a row for each shard
 
-    with started(make(toy, workers=2), np.array(1.0), ROWS) as pool:
-        stopped = pool.statistics().pids[0]
-        os.kill(stopped, signal.SIGSTOP)
-        going_on = gone_on_after(0.5, stopped)
-        rows = 0.0
+    with started(make(stops_once, workers=2), np.array(1.0), np.zeros(2)) as pool:
+        others = WhenAllWait(pool, lambda: taken)
         stream = pool.stream(
             batches(), instep.StaleSynchronous(2), params=np.array(1.0)
         )
         for update in stream:
-            # Three batches may be under way, and one is looked at.
-            ahead = max(ahead, taken - finished)
             rows += update.weight
-            finished = int(rows // len(ROWS))
-        going_on.join()
-    assert (rows, finished) == (20.0 * len(ROWS), 20)
-    assert ahead <= 3 + 1
+        others.join()
+    # Batch 0 is done, 1 to 3 are under way, and one is looked at.
+    assert others.seen == 1 + 3 + 1
+    assert (taken, rows) == (20, 40.0)
 
 
-def test_ctrl_c_ends_a_stream_at_once_and_the_pool_works_on():
-    with started(make(nap, workers=2), np.ones(1), np.zeros(2)) as pool:
-        stream = pool.stream(
-            [np.array([60.0])] * 2, instep.Asynchronous(), params=np.ones(1)
-        )
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+def test_ctrl_c_ends_a_stream_at_once_and_the_pool_works_on(tmp_path):
+    master = os.getpid()
+
+    def interrupting(w, x):
+        if x[0] == 2:  # when both are under way
+            while not (tmp_path / "1").exists():
+                time.sleep(0.001)
+            os.kill(master, signal.SIGINT)
+        (tmp_path / f"{x[0]:.0f}").touch()
+        time.sleep(1e6 * x[0])
+        return np.mean(x), w
+
+    with make(interrupting, workers=2) as pool:
+        stream = pool.stream(numbered(3)[1:], instep.Asynchronous(), params=np.ones(1))
         with pytest.raises(KeyboardInterrupt):
             next(stream)
-        timer.join()
         assert list(stream) == []
         assert pool(np.ones(1), np.zeros(2))[0] == 0.0

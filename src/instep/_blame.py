@@ -14,14 +14,13 @@ def failure(event: Failed, what: str) -> BaseException:
         event: what the worker said.
         what: which shard it was given.
     """
+    worker = f"worker {event.worker}" + (f" ({event.where})" if event.where else "")
     if not event.at_start:
-        where = f"{what}, on worker {event.worker}"
-        return with_origin(event.error, event.text, where)
+        return with_origin(event.error, event.text, f"{what}, on {worker}")
     error = StartError(
-        f"worker {event.worker} could not start: "
-        f"{type(event.error).__name__}: {event.error}"
+        f"{worker} could not start: {type(event.error).__name__}: {event.error}"
     )
-    return with_origin(error, event.text, f"worker {event.worker}, at its start")
+    return with_origin(error, event.text, f"{worker}, at its start")
 
 
 def deadly(worker: int, what: str, reason: str, retries: int, advice: str) -> Exception:

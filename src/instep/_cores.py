@@ -27,10 +27,15 @@ def own_cores(worker: int, workers: int, threads: int, usable: set[int]) -> set[
 
 def move_to_own_cores(pid: int, worker: int, workers: int, threads: int) -> None:
     """Moves a worker's process to its cores, where the system can."""
+    if hasattr(os, "sched_getaffinity"):
+        move_to(pid, own_cores(worker, workers, threads, os.sched_getaffinity(0)))
+
+
+def move_to(pid: int, cores: set[int]) -> None:
+    """Moves a process to these cores, where the system can."""
     if hasattr(os, "sched_setaffinity"):
-        usable = os.sched_getaffinity(0)
         with contextlib.suppress(OSError):  # it has ended, or a sandbox forbids it
-            os.sched_setaffinity(pid, own_cores(worker, workers, threads, usable))
+            os.sched_setaffinity(pid, cores)
 
 
 def yield_to_others() -> None:

@@ -15,7 +15,7 @@ from instep._blame import deadly, failure, overdue
 from instep._dispatch import Counters
 from instep._options import Options
 from instep._program import Task
-from instep.engines._base import Done, Engine, Event, Failed, Kept, Lost, Ready
+from instep.engines._base import Done, Engine, Event, Failed, Kept, Lost
 
 _ADVICE = "smaller batches"
 
@@ -59,6 +59,11 @@ class Courier:
         if self._timeout is not None:
             self._due[worker] = time.monotonic() + self._timeout
 
+    def again(self, parcel: Parcel) -> None:
+        """Has a parcel computed once more, by whoever is idle."""
+        self._again.append(parcel)
+        self._counters.shards_recomputed += 1
+
     def wait(self) -> list[tuple[Parcel, Done]]:
         """Answers, after something has happened.
 
@@ -87,8 +92,6 @@ class Courier:
                     self._take_back(event.worker)
 
     def _handle(self, event: Event, answers: list[tuple[Parcel, Done]]) -> None:
-        if isinstance(event, Ready):
-            return  # perhaps of long ago, and the worker has a parcel by now
         self._due.pop(event.worker, None)
         if isinstance(event, Lost):
             parcel = self._take_back(event.worker)
@@ -113,8 +116,7 @@ class Courier:
         self._losses[parcel.kept.key] += 1
         if self._losses[parcel.kept.key] > self._retries:
             return parcel
-        self._again.append(parcel)
-        self._counters.shards_recomputed += 1
+        self.again(parcel)
         return None
 
     def _time_left(self) -> float | None:

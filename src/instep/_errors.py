@@ -6,6 +6,8 @@ with its own type, and the worker's traceback as its cause.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class InstepError(Exception):
     """Base of all errors raised by instep itself."""
@@ -37,6 +39,20 @@ class WorkerError(InstepError, RuntimeError):
 
 class WorkerLostError(InstepError, RuntimeError):
     """A shard ended `retries + 1` workers, or workers no longer start."""
+
+
+class OutputsLostError(WorkerLostError):
+    """A machine is gone, and with it outputs that were to be averaged.
+
+    The pool has their shards computed again; it is raised only if that fails, too.
+
+    Attributes:
+        keys: of the outputs, as of kept frames.
+    """
+
+    def __init__(self, message: str, keys: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys
 
 
 class ShardTimeoutError(WorkerLostError, TimeoutError):

@@ -9,7 +9,8 @@ long vectors however many parameters a model has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ class Segment:
     dtype: np.dtype[Any]
     start: int
     stop: int
+
+    def clipped(self, start: int, stop: int) -> Segment:
+        """What of it lies between these bytes; nothing if start >= stop."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        return replace(self, start=first, stop=last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +59,27 @@ class Layout:
             segments.append(Segment(*key, start, end))
         return cls(tuple(outputs), tuple(offsets), tuple(segments), end)
 
+    @cached_property
+    def working(self) -> Layout:
+        """With the dtypes that outputs are combined in; itself, if they are the same.
+
+        The results of a part of the shards lie so, since half precision is rounded
+        once, when all are combined.
+        """
+        outputs = [replace(o, dtype=working_dtype(o.dtype)) for o in self.outputs]
+        return self if tuple(outputs) == self.outputs else Layout.of(outputs)
+
+    def convert(self, slot: Array, layout: Layout) -> Array:
+        """A slot that lies as in this layout, as it lies in one of other dtypes."""
+        if layout is self:
+            return slot
+        out = np.zeros(layout.nbytes, np.uint8)
+        layout.present(out)[:] = self.present(slot)
+        with np.errstate(all="ignore"):  # an overflow is the user's to see
+            for view, target in zip(self.views(slot), layout.views(out), strict=True):
+                target[...] = view
+        return out
+
     def views(self, buffer: memoryview | Array, base: int = 0) -> list[Array]:
         """One array per output, in place."""
         return [
@@ -63,6 +90,12 @@ class Layout:
     def present(self, buffer: memoryview | Array, base: int = 0) -> Array:
         """One byte per output: 1 where the shard has it, 0 where it is None."""
         return np.ndarray((len(self.outputs),), np.uint8, buffer, base)
+
+
+def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that arrays of this one are combined in."""
+    is_half = dtype.itemsize == 2 and dtype.kind in "fV"  # bfloat16 has kind V
+    return np.dtype(np.float32) if is_half else dtype
 
 
 def store(

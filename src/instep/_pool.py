@@ -15,7 +15,13 @@ from instep._aux import ShardAnswer
 from instep._check import Report, Trial, check
 from instep._cores import usable_cores
 from instep._dispatch import Dispatcher
-from instep._errors import ArgumentError, PoolBrokenError, PoolClosedError, StartError
+from instep._errors import (
+    ArgumentError,
+    OutputsLostError,
+    PoolBrokenError,
+    PoolClosedError,
+    StartError,
+)
 from instep._host import Prepared
 from instep._layout import Layout
 from instep._options import Options
@@ -28,7 +34,7 @@ from instep._statistics import Statistics
 from instep._stream import Stream
 from instep._tuning import Progress, Tuning, decide, measure, settings
 from instep.engines import make_engine
-from instep.engines._base import Engine
+from instep.engines._base import Done, Engine
 from instep.modes import Mode, Synchronous
 
 if TYPE_CHECKING:
@@ -435,12 +441,10 @@ class Pool:
         layout = self._layout_of(outputs)
         self._bytes_moved += self._engine.publish(params, batch, layout)
         self._version += 1
-        answers = self._dispatcher.run(self._tasks(batch, gradient))
+        tasks, rule = self._tasks(batch, gradient), self._options.reduction
+        answers, averaged = self._answers(tasks, gradient, self._options.retries)
         weights = [answer.weight for answer in answers]
-        rule = self._options.reduction
-        averaged: list[Array | None] = []
         if gradient:
-            averaged = self._engine.average(weights)
             self._bytes_moved += layout.nbytes * len(answers)
             self._steps += 1
         loss = reduce_scalar([answer.loss for answer in answers], weights, rule)
@@ -449,6 +453,20 @@ class Pool:
             for answer, (start, stop) in zip(answers, batch.plan.bounds, strict=True)
         ]
         return Outcome(loss, float(sum(weights)), averaged, shards)
+
+    def _answers(
+        self, tasks: list[Task], gradient: bool, retries: int
+    ) -> tuple[list[Done], list[Array | None]]:
+        """The shards' answers and their outputs, averaged."""
+        answers = self._dispatcher.run(tasks)
+        if not gradient:
+            return answers, []
+        try:
+            return answers, self._engine.average([a.weight for a in answers])
+        except OutputsLostError:
+            if not retries:
+                raise
+            return self._answers(tasks, gradient, retries - 1)
 
     def _tasks(self, batch: Batch, gradient: bool) -> list[Task]:
         bounds, seed = batch.plan.bounds, self._options.seed % 2**63

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from instep._layout import Layout, Segment
+from instep._layout import Layout, Segment, working_dtype
 from instep._program import Array, Rule
 
 # Bytes of all sources that one block of the tree works on: they stay in a core's L2
@@ -94,9 +94,18 @@ def reduce_slots(
         out: uint8 vector of `layout.nbytes`; not one of `slots`.
         part: bytes (start, stop), multiples of the alignment.
     """
+    start, stop = part or (0, layout.nbytes)
+    segments = [segment.clipped(start, stop) for segment in layout.segments]
+    reduce_segments(slots, weights, segments, out)
+
+
+def reduce_segments(
+    slots: Rows, weights: Sequence[float], segments: Sequence[Segment], out: Array
+) -> None:
+    """Combines these segments of slots into the same places of `out`."""
     with np.errstate(all="ignore"):  # a NaN or an overflow is the user's to see
-        for segment in layout.segments:
-            start, stop = _clip(segment, part)
+        for segment in segments:
+            start, stop = segment.start, segment.stop
             if start < stop:
                 rows = _columns(slots, start, stop, segment.dtype)
                 target = out[start:stop].view(segment.dtype)
@@ -105,7 +114,7 @@ def reduce_slots(
 
 def reduce_rows(rows: Rows, weights: Sequence[float], rule: Rule, out: Array) -> None:
     """Combines equally long vectors along the tree, a cache-sized block at a time."""
-    work, number = _working_dtype(out.dtype), len(weights)
+    work, number = working_dtype(out.dtype), len(weights)
     if number < 3 and out.nbytes <= BLOCK // 3 and work == out.dtype:
         return _reduce_few(rows, weights, rule, out)
     step = min(len(out), max(1024, BLOCK // (number * work.itemsize)))
@@ -136,17 +145,6 @@ def _block(rows: Rows, start: int, stop: int) -> Array:
     if isinstance(rows, np.ndarray):
         return rows[:, start:stop]
     return np.stack([row[start:stop] for row in rows])
-
-
-def _clip(segment: Segment, part: tuple[int, int] | None) -> tuple[int, int]:
-    if part is None:
-        return segment.start, segment.stop
-    return max(segment.start, part[0]), min(segment.stop, part[1])
-
-
-def _working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    is_half = dtype.itemsize == 2 and dtype.kind in "fV"  # bfloat16 has kind V
-    return np.dtype(np.float32) if is_half else dtype
 
 
 def _root(

@@ -24,6 +24,7 @@ class Shelf:
         self._ids = HeaderIds()
         self._free: list[_Region] = []
         self._used: dict[int, _Region] = {}  # by base
+        self._kept = 0
 
     def keep(self, batch: Batch, extra: Any = None) -> FrameRef:
         """Copies a tree into a region that nobody uses.
@@ -34,11 +35,17 @@ class Shelf:
         region = self._free.pop() if self._free else _Region(self, self._ids)
         ref = region.writer.write(batch, extra)
         self._used[region.base] = region
+        self._kept += 1
+        region.version = self._kept
         return ref._replace(base=region.base)
 
     def arrays(self, ref: FrameRef) -> list[Array]:
         """The leaves of a kept tree that are arrays, where they lie."""
         return self._used[ref.base].writer.resident()
+
+    def version(self, ref: FrameRef) -> int:
+        """A number that no other frame has that was kept here."""
+        return self._used[ref.base].version
 
     def release(self, ref: FrameRef) -> None:
         """Nobody reads this frame any more."""
@@ -69,7 +76,7 @@ class _Region:
     def __init__(self, shelf: Shelf, ids: HeaderIds) -> None:
         self._shelf = shelf
         self._nbytes = 0
-        self.base = 0
+        self.base = self.version = 0
         self.writer = FrameWriter(self, ids)
 
     def at_least(self, nbytes: int) -> memoryview:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep._aux import ShardAnswer
 from instep._courier import Courier, Parcel
-from instep._errors import PoolClosedError
+from instep._errors import OutputsLostError, PoolClosedError
 from instep._host import Host, Prepared
 from instep._lanes import Lanes
 from instep._outcome import Outcome
@@ -80,6 +80,7 @@ class _Errand:
     kept: Kept
     read: int  # the version its steps began with
     done: Done | None = None  # when it is answered
+    is_again: bool = False  # it was answered before
 
 
 class Stream:
@@ -256,17 +257,24 @@ class Stream:
         for parcel, done in answers:
             errand = self._by_key.pop(parcel.kept.key)
             errand.done = done
-            self._arrived.append(errand)
+            if errand.is_again:
+                errand.done = self._lanes.end(errand.job.worker, done)
+            else:
+                self._arrived.append(errand)
 
     def _arrive(self, errand: _Errand) -> None:
         """Tells the rules; what they did not wait for is forgotten."""
         assert errand.done is not None
-        self._pool._engine.kept_batches.release(errand.kept.batch)
         errand.done = self._lanes.end(errand.job.worker, errand.done)
         if self._errands.get(errand.job.portion) is not errand:  # dropped meanwhile
             self._pool._engine.forget(errand.kept.key)
-            self._versions.leave(errand.version)
+            self._leave(errand)
         self._groups.extend(self._rules.arrive(errand.job))
+
+    def _leave(self, errand: _Errand) -> None:
+        """Gives back the frames that it was computed from."""
+        self._pool._engine.kept_batches.release(errand.kept.batch)
+        self._versions.leave(errand.version)
 
     def _apply(self, group: Group) -> Update:
         """Averages a group's gradients and hands them over."""
@@ -274,7 +282,7 @@ class Stream:
         dropped = self._drop(group)
         outputs = self._averaged(errands)
         for errand in errands:
-            self._versions.leave(errand.version)
+            self._leave(errand)
         outcome = self._outcome(errands, outputs)
         value, grads = self._pool._stream_result(outcome, errands[0].cut.tag)
         self._has_handed = True
@@ -284,13 +292,13 @@ class Stream:
 
     def _averaged(self, errands: Sequence[_Errand]) -> list[Array | None]:
         """Their outputs, averaged by weight (or added up) and corrected."""
-        engine, keys = self._pool._engine, [errand.kept.key for errand in errands]
         assert self._versions.layout is not None
-        self._pool._bytes_moved += self._versions.layout.nbytes * len(keys)
+        self._pool._bytes_moved += self._versions.layout.nbytes * len(errands)
         if self._lanes.are_elastic:
-            means = engine.average([1.0] * len(keys), keys)
-            return [_times(mean, len(keys)) for mean in means]
-        outputs = engine.average([answer.weight for answer in _answers(errands)], keys)
+            means = self._average(errands, [1.0] * len(errands))
+            return [_times(mean, len(errands)) for mean in means]
+        weights = [answer.weight for answer in _answers(errands)]
+        outputs = self._average(errands, weights)
         if self._correction is None:
             return outputs
         (errand,) = errands
@@ -302,6 +310,26 @@ class Stream:
             self._versions.number - errand.read,
             errand.job.worker,
         )
+
+    def _average(
+        self, errands: Sequence[_Errand], weights: list[float]
+    ) -> list[Array | None]:
+        keys = [errand.kept.key for errand in errands]
+        while True:
+            try:
+                return self._pool._engine.average(weights, keys)
+            except OutputsLostError as lost:
+                self._compute_again([e for e in errands if e.kept.key in lost.keys])
+
+    def _compute_again(self, errands: Sequence[_Errand]) -> None:
+        """Their outputs were on a machine that is gone."""
+        for errand in errands:
+            errand.is_again, errand.done = True, None
+            self._by_key[errand.kept.key] = errand
+            self._courier.again(self._parcel(errand))
+        while any(errand.done is None for errand in errands):
+            self._courier.idle()
+            self._receive()
 
     def _outcome(
         self, errands: Sequence[_Errand], outputs: list[Array | None]

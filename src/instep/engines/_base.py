@@ -31,12 +31,16 @@ class Done(NamedTuple):
 class Failed:
     """An exception in a worker: of the loss, after which it is idle again, or at
     its start, which it does not survive.
+
+    Attributes:
+        where: the worker runs, if that is not this machine.
     """
 
     worker: int
     error: BaseException
     text: str
     at_start: bool = False
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class Engine(Protocol):
         """Outputs lie so from now on."""
 
     def idle(self) -> list[int]:
-        """Workers that wait for a shard."""
+        """Workers that wait for a shard, and of whom `wait` has nothing to tell."""
 
     def busy(self) -> list[int]:
         """Workers that compute or average, even if nobody waits for it any more."""

@@ -29,14 +29,17 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
-from instep._cores import move_to_own_cores, usable_cores
+import numpy as np
+
+from instep._cores import move_to, move_to_own_cores, usable_cores
 from instep._errors import EngineUnavailableError, PoolClosedError, StartError
 from instep._exceptions import unpack_error
-from instep._frame import FrameRef, FrameWriter, aligned
+from instep._frame import RESIDENT, FrameRef, FrameWriter, aligned
 from instep._layout import Layout
 from instep._memory import Block
+from instep._partials import any_present
 from instep._program import Array, Program, Task
-from instep._reduction import average_slots, present_views
+from instep._reduction import average_slots, present_views, reduce_slots
 from instep._sharding import Batch
 from instep._shelf import Shelf
 from instep._ship import ship
@@ -103,9 +106,20 @@ class Processes:
         self._threads = 0
         self._program = Block(-1)
         self._pending: list[Event] = []
+        self.cores: dict[int, set[int]] = {}  # of workers that are told where to run
 
     def start(self, program: Program, workers: int, threads: int) -> None:
-        text, modules = ship(program), tuple(program.modules)
+        self.start_shipped(ship(program), program.modules, range(workers), threads)
+
+    def start_shipped(
+        self,
+        text: bytes | memoryview,
+        modules: Sequence[str],
+        workers: Sequence[int],
+        threads: int,
+    ) -> None:
+        """Starts workers of these numbers with a program that is pickled already."""
+        modules = tuple(modules)
         if self._template is None or (modules, threads) != (
             self._modules,
             self._threads,
@@ -119,9 +133,9 @@ class Processes:
             self._start_failures = 0
         self._program = Block.create()
         self._program.at_least(len(text))[: len(text)] = text
-        for worker in list(self._seats):
+        for worker in [w for w in self._seats if w in workers]:
             self.replace(worker)
-        self.resize(workers)
+        self.staff(workers)
 
     def _open(self) -> None:
         """Memory for the workers and the template to fork them from."""
@@ -136,7 +150,7 @@ class Processes:
         self._oldest = 0  # commands with a lower number are forgotten
         self._start_failures = 0
         self._are_missing = self._is_closing = self._is_receiving = False
-        self._workers = 0
+        self._workers: Sequence[int] = ()
         self._layout: Layout | None = None
         self._slot_of: dict[int, int] = {}  # of a call's shards
         self._kept_slots: dict[int, int] = {}  # by key
@@ -169,7 +183,8 @@ class Processes:
             self._layout = layout
 
     def idle(self) -> list[int]:
-        return list(self._idle)
+        told = {event.worker for event in self._pending}  # when `wait` has said so
+        return [worker for worker in self._idle if worker not in told]
 
     def busy(self) -> list[int]:
         return [w for w, seat in self._seats.items() if seat.number and seat.pid]
@@ -204,33 +219,80 @@ class Processes:
     def forget(self, key: int) -> None:
         self._slots.give(self._kept_slots.pop(key))
 
+    def offsets(
+        self, shards: Sequence[int], keys: Sequence[int] | None = None
+    ) -> list[int]:
+        """Where the outputs of a call's shards lie, or those with these keys."""
+        if keys is None:
+            return [self._slot_of[shard] for shard in shards]
+        return [self._kept_slots[key] for key in keys]
+
+    def node(self, offsets: list[int], weights: Sequence[float]) -> Array:
+        """Outputs at these offsets, combined, as they lie in the working layout."""
+        assert self._layout is not None
+        working = self._layout.working
+        if working is self._layout:
+            slots = self._slots.rows(offsets)
+            out = self._combined(offsets, weights)
+        else:
+            rows = [self._slots.array(offset) for offset in offsets]
+            slots = [self._layout.convert(row, working) for row in rows]
+            out = None
+        if out is None:
+            out = np.empty(working.nbytes, np.uint8)
+            reduce_slots(slots, weights, working, out)
+        working.present(out)[:] = any_present(slots, working)
+        return out
+
     def _average(
         self, offsets: list[int], weights: Sequence[float]
     ) -> list[Array | None]:
         assert self._layout is not None
         slots = self._slots.rows(offsets)
-        if self._layout.nbytes < LARGE or not self._idle:
+        out = self._combined(offsets, weights)
+        if out is None:
             return average_slots(slots, weights, self._layout)
+        return present_views(slots, self._layout, out)
+
+    def _combined(self, offsets: list[int], weights: Sequence[float]) -> Array | None:
+        """Large outputs, combined by the workers; None: they are not, or too late."""
+        assert self._layout is not None
+        if self._layout.nbytes < LARGE or not self._idle:
+            return None
         if len(offsets) == 1:  # the average is there already
             self._slots.hold(offsets[0])
-            return present_views(slots, self._layout, self._slots.lend(offsets[0]))
+            return self._slots.lend(offsets[0])
         result = self._slots.take()
         try:
             if self._average_in_workers(offsets, weights, result):
                 self._slots.hold(result)
-                out = self._slots.lend(result)
-                return present_views(slots, self._layout, out)
+                return self._slots.lend(result)
         finally:
             self._slots.give(result)  # a late worker may hold it still, and write to it
-        return average_slots(slots, weights, self._layout)
+        return None
 
     def resident(self) -> list[Array]:
         return self._params.resident()
 
+    @property
+    def params_ref(self) -> FrameRef:
+        """The frame of the published parameters."""
+        return self._refs[0]
+
+    def params_at(self, ref: FrameRef) -> memoryview:
+        """Where a frame of parameters lies, or will."""
+        if ref.base != RESIDENT:
+            return self.kept_params.view(ref)
+        return self._blocks[0].at_least(ref.nbytes)[: ref.nbytes]
+
     def resize(self, workers: int) -> None:
+        self.staff(range(workers))
+
+    def staff(self, workers: Sequence[int]) -> None:
+        """Starts those of these workers that are missing, and ends all others."""
         self._workers = workers
         self._start_missing()
-        for worker in [w for w in self._seats if w >= workers]:
+        for worker in [w for w in self._seats if w not in workers]:
             self._dismiss(worker)
         for seat in self._seats.values():
             self._move_to_own_cores(seat)
@@ -238,7 +300,7 @@ class Processes:
     def _start_missing(self) -> None:
         """Starts workers in seats that are empty, if nobody is told to do so."""
         told = {event.worker for event in self._pending if isinstance(event, Lost)}
-        for worker in range(self._workers):
+        for worker in self._workers:
             seat = self._seats.get(worker)
             if seat is None:
                 self._start_worker(worker, self._incarnations.get(worker, 0))
@@ -267,6 +329,10 @@ class Processes:
     def pids(self) -> tuple[int, ...]:
         # A list first: other threads may ask, and seats change.
         return tuple(seat.pid for seat in list(self._seats.values()) if seat.pid)
+
+    def pid(self, worker: int) -> int:
+        """Of this worker's process; 0: it has not started."""
+        return self._seats[worker].pid if worker in self._seats else 0
 
     def interrupt(self) -> None:
         if self._template is None or os.getpid() != self._owner or self._is_closing:
@@ -427,7 +493,7 @@ class Processes:
         if report.kind == Kind.READY:
             self._note_ready(seat, report)
         elif report.number == 0:
-            self._pending.append(Failed(seat.worker, *_error(seat, report), True))
+            self._pending.append(self._failed(seat, report, at_start=True))
         else:
             self._note_answer(seat, report)
 
@@ -439,8 +505,13 @@ class Processes:
         self._pending.append(Ready(seat.worker))
 
     def _move_to_own_cores(self, seat: _Seat) -> None:
-        if seat.pid:
-            move_to_own_cores(seat.pid, seat.worker, self._workers, self._threads)
+        if not seat.pid:
+            return
+        if seat.worker in self.cores:
+            move_to(seat.pid, self.cores[seat.worker])
+        elif seat.worker in self._workers:
+            place = self._workers.index(seat.worker), len(self._workers)
+            move_to_own_cores(seat.pid, *place, self._threads)
 
     def _note_answer(self, seat: _Seat, report: Report) -> None:
         self._idle[seat.worker] = None
@@ -460,9 +531,30 @@ class Processes:
         if not is_wanted:
             self._pending.append(Ready(seat.worker))
         elif report.kind == Kind.FAILED:
-            self._pending.append(Failed(seat.worker, *_error(seat, report)))
+            self._pending.append(self._failed(seat, report))
         else:
-            self._pending.append(_done(seat, report))
+            self._pending.append(self._done(seat, report))
+
+    def _done(self, seat: _Seat, report: Report) -> Done | Failed:
+        text = seat.outbox.at_least(report.nbytes)[: report.nbytes]
+        try:
+            aux = self.unpack_aux(text) if report.nbytes else None
+        except Exception as error:  # a class that only the worker could import
+            trace = "".join(traceback.format_exception(error))
+            return Failed(seat.worker, error, trace)
+        return Done(seat.worker, report.loss, report.weight, aux, report.seconds)
+
+    def _failed(self, seat: _Seat, report: Report, *, at_start: bool = False) -> Failed:
+        text = bytes(seat.outbox.at_least(report.nbytes)[: report.nbytes])
+        return Failed(seat.worker, *self.unpack_error(text), at_start)
+
+    def unpack_aux(self, text: memoryview) -> Any:
+        """The aux of a shard."""
+        return pickle.loads(text)
+
+    def unpack_error(self, text: bytes) -> tuple[BaseException, str]:
+        """The exception of a worker and its traceback."""
+        return unpack_error(text)
 
     def _note_end(self, report: Report) -> None:
         slot = self._leaving.pop((report.worker, report.incarnation), -1)
@@ -638,19 +730,3 @@ def _descriptors() -> Iterator[None]:
 def _earliest(first: float | None, second: float | None) -> float | None:
     limits = [limit for limit in (first, second) if limit is not None]
     return min(limits) if limits else None
-
-
-def _done(seat: _Seat, report: Report) -> Done | Failed:
-    aux = None
-    if report.nbytes:
-        try:
-            aux = pickle.loads(seat.outbox.at_least(report.nbytes)[: report.nbytes])
-        except Exception as error:  # a class that only the worker could import
-            text = "".join(traceback.format_exception(error))
-            return Failed(seat.worker, error, text)
-    return Done(seat.worker, report.loss, report.weight, aux, report.seconds)
-
-
-def _error(seat: _Seat, report: Report) -> tuple[BaseException, str]:
-    text = seat.outbox.at_least(report.nbytes)[: report.nbytes]
-    return unpack_error(bytes(text))

@@ -1,0 +1,130 @@
+"""Letters between the ranks of an MPI job: a pickled text and bytes, of any length.
+
+    head: how long both are, and the text's beginning | rest of the text | bytes
+
+Nothing blocks while sending, and bytes go from where they lie to where the receiver
+wants them. MPI counts in 32 bits, and some networks have lower limits: what is longer
+than a message may be goes in several.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep._program import Array
+
+_HEAD = struct.Struct("<QQ")
+_HEAD_TAG, _REST_TAG = 71, 72
+# The longest message, in bytes.
+_LIMIT = int(os.environ.get("INSTEP_MPI_MESSAGE_BYTES", 1 << 30))
+
+# Where the bytes of a letter go: (sender, text, how many) -> memory.
+Room = Callable[[int, Any, int], memoryview]
+
+
+class Letter(NamedTuple):
+    """What a rank has received."""
+
+    sender: int
+    text: Any
+    content: memoryview | None
+
+
+class Letters:
+    """Sends and receives them; one for each process.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi, self._comm = mpi, mpi.COMM_WORLD
+        self._under_way: list[tuple[Any, Any]] = []
+
+    def post(self, to: int, text: Any, content: Array | None = None) -> None:
+        """Sends a letter; the bytes must stay as they are until `flush`."""
+        self._under_way = [pair for pair in self._under_way if not pair[0].Test()]
+        pickled = pickle.dumps(text, protocol=5)
+        nbytes = 0 if content is None else content.nbytes
+        room = _LIMIT - _HEAD.size
+        self._send(to, _HEAD.pack(len(pickled), nbytes) + pickled[:room], _HEAD_TAG)
+        for part in _pieces(memoryview(pickled)[room:]):
+            self._send(to, part, _REST_TAG)
+        if content is not None:
+            for part in _pieces(content.view(np.uint8).reshape(-1).data):
+                self._send(to, part, _REST_TAG)
+
+    def receive(self, room: Room) -> Letter | None:
+        """The next letter; None: there is none."""
+        status = self._mpi.Status()
+        if not self._comm.Iprobe(tag=_HEAD_TAG, status=status):
+            return None
+        sender = status.Get_source()
+        head = bytearray(status.Get_count(self._mpi.BYTE))
+        self._comm.Recv([head, self._mpi.BYTE], sender, _HEAD_TAG)
+        length, nbytes = _HEAD.unpack_from(head)
+        rest = memoryview(bytearray(length - len(head) + _HEAD.size))
+        self._fill(rest, sender)
+        text = pickle.loads(bytes(head[_HEAD.size :]) + bytes(rest))
+        if not nbytes:
+            return Letter(sender, text, None)
+        content = room(sender, text, nbytes)
+        self._fill(content, sender)
+        return Letter(sender, text, content)
+
+    def flush(self, watch: Callable[[], None] = lambda: None) -> None:
+        """Waits until all letters have left; `watch` is called meanwhile."""
+        pause = Pause()
+        while self._under_way:
+            self._under_way = [pair for pair in self._under_way if not pair[0].Test()]
+            if self._under_way:
+                watch()
+                pause.sleep()
+
+    def _send(self, to: int, part: Any, tag: int) -> None:
+        request = self._comm.Isend([part, self._mpi.BYTE], to, tag)
+        if not request.Test():
+            self._under_way.append((request, part))
+
+    def _fill(self, memory: memoryview, sender: int) -> None:
+        for part in _pieces(memory):
+            self._comm.Recv([part, self._mpi.BYTE], sender, _REST_TAG)
+
+
+class Pause:
+    """How long to sleep between two looks: a small part of how long it has been quiet.
+
+    So a message waits a small part of the time that it took to come, and a process that
+    waits for long takes no core from those that compute.
+    """
+
+    LONGEST_S = 1e-3
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Something has happened."""
+        self._since = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """How long the next one is."""
+        quiet = time.perf_counter() - self._since
+        return min(self.LONGEST_S, max(2e-5, quiet / 20))
+
+    def sleep(self) -> None:
+        """Sleeps for so long."""
+        time.sleep(self.seconds)
+
+
+def _pieces(memory: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(memory), _LIMIT):
+        yield memory[start : start + _LIMIT]
