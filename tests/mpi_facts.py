@@ -46,12 +46,12 @@ def computed(engine, size, shards):
 
 
 def the_engine_facts_hold():
-    testing.check_engine("mpi", [1, instep._options.defaults["workers"]])
+    testing.check_engine("mpi", [instep._options.defaults["workers"]])
 
 
 def bits_are_those_of_the_serial_engine():
     for size in (50, 40_003):  # small; large enough to be combined in parts
-        for shards in (1, 2, 3, 5, 8):
+        for shards in (1, 3, 8):
             found = [computed(engine, size, shards) for engine in ("serial", "mpi")]
             assert found[0] == found[1], (size, shards)
 

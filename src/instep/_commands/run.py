@@ -3,6 +3,9 @@
 The script runs as it is, as by `python script.py`. Where a pool in it is made without
 workers, shards, threads or engine, these options say what they are. Words that are none
 of these options are the script's own; so is everything after `--`.
+
+Started by a launcher of MPI, such as mpirun or srun, one of the processes runs the
+script, and the others are its workers: --engine mpi is understood.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from instep._errors import ArgumentError, InstepError
 
 ENGINES = ("processes", "serial", "mpi", "ray")
 _FAILED = 1
+# Where Open MPI, MPICH with its relatives, and Slurm's srun say it. Not SLURM_NTASKS: a
+# batch script has that, too.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.script.is_file():
         raise ArgumentError(f"{options.script} is no file; expected a Python script")
     words = _take_options(options)
+    if options.engine is None and _started_ranks() > 1:
+        options.engine = "mpi"
     names = ("engine", "workers", "shards", "threads")
     given = {name: getattr(options, name) for name in names}
     defaults.update({name: value for name, value in given.items() if value is not None})
@@ -56,6 +64,11 @@ def _run(script: Path) -> int:
         traceback.print_exc()
         return _FAILED
     return 0
+
+
+def _started_ranks() -> int:
+    """How many of this process a launcher of MPI has started."""
+    return max(int(os.environ.get(name, 1)) for name in _SIZES)
 
 
 def _on_ranks(options: argparse.Namespace) -> int:

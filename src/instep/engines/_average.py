@@ -25,6 +25,8 @@ from instep.engines._orders import Average, Part, Share
 MASTER = 0  # the station that the result goes to
 # Bytes from which a vector is cut into parts; below, one message more costs more.
 CUT = 1 << 18
+# The least that a part has, for the same reason.
+PART = 1 << 16
 
 
 def shares_of(
@@ -52,12 +54,28 @@ def plan(
 ) -> Average:
     """Who combines which bytes of slots that lie so."""
     owners = [MASTER, *(station for station in shares if station != MASTER)]
+    owners = owners[: max(1, layout.nbytes // PART)]
     if layout.nbytes < CUT or len(owners) < 3:  # two: as many bytes, fewer messages
         owners = [MASTER]
     first = len(layout.outputs)  # which outputs there are is the master's to combine
     step = (layout.nbytes - first) / len(owners)
     cuts = [aligned(first + int(step * k)) for k in range(1, len(owners))]
     return Average(number, shares, weights, [0, *cuts, layout.nbytes], owners)
+
+
+def parts_of(
+    stations: Sequence[int], nbytes: int
+) -> Iterator[tuple[int, tuple[int, int], list[int]]]:
+    """Which station gets which bytes from the master, and whom it passes them on to."""
+    number = len(stations)
+    if number < 2 or nbytes < CUT:
+        for station in stations:
+            yield station, (0, nbytes), []
+        return
+    number = min(number, nbytes // PART)
+    cuts = [aligned(nbytes * k // number) for k in range(number)] + [nbytes]
+    for station, bounds in zip(stations, itertools.pairwise(cuts), strict=False):
+        yield station, bounds, _after(station, stations)
 
 
 class Combining:
@@ -94,11 +112,17 @@ def parts_for(
     order: Average, me: int, nodes: Mapping[Node, Array]
 ) -> Iterator[tuple[int, Part, Array]]:
     """Whom to tell which part of one's nodes."""
-    bounds = itertools.pairwise(order.cuts)
-    for owner, (start, stop) in zip(order.owners, bounds, strict=True):
-        if owner != me:
-            for node, array in nodes.items():
-                yield owner, Part(order.number, node, start), array[start:stop]
+    bounds = dict(zip(order.owners, itertools.pairwise(order.cuts), strict=True))
+    for owner in _after(me, order.owners):
+        start, stop = bounds[owner]
+        for node, array in nodes.items():
+            yield owner, Part(order.number, node, start), array[start:stop]
+
+
+def _after(me: int, stations: Sequence[int]) -> list[int]:
+    """All but one, those after it first: not everyone begins with the same."""
+    later = [station for station in stations if station > me]
+    return later + [station for station in stations if station < me]
 
 
 def assembled(

@@ -15,7 +15,7 @@ import pickle
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from instep._errors import OutputsLostError
 from instep._exceptions import unpack_error
-from instep._frame import FrameRef, aligned
+from instep._frame import FrameRef
 from instep._layout import Layout
 from instep._partials import Node
 from instep._pieces import Cutter
@@ -31,7 +31,7 @@ from instep._program import Array, Program, Task
 from instep._sharding import Batch
 from instep._shelf import Shelf
 from instep._ship import ship
-from instep.engines._average import CUT, MASTER, plan, shares_of
+from instep.engines._average import MASTER, parts_of, plan, shares_of
 from instep.engines._base import Done, Event, Failed, Kept, Lost, Ready
 from instep.engines._orders import (
     Average,
@@ -415,12 +415,11 @@ class Machines(ABC):
         """Brings parameters to all stations: each gets a part, and passes it on."""
         stations = sorted(self._stations())
         self._frames.update({(s, order.ref.base): order.version for s in stations})
-        if len(stations) < 2 or content.nbytes < CUT or not self.passes_on:
+        if not self.passes_on:
             for station in stations:
                 self._tell(station, order, content)
             return
-        for station, (start, stop) in _parts(stations, content.nbytes):
-            others = [other for other in stations if other != station]
+        for station, (start, stop), others in parts_of(stations, content.nbytes):
             part = order._replace(start=start, pass_on=others)
             self._tell(station, part, content[start:stop])
 
@@ -550,15 +549,6 @@ class Machines(ABC):
 
 
 _GONE = -1
-
-
-def _parts(
-    stations: Sequence[int], nbytes: int
-) -> Iterator[tuple[int, tuple[int, int]]]:
-    number = len(stations)
-    cuts = [aligned(nbytes * k // number) for k in range(number)] + [nbytes]
-    for k, station in enumerate(stations):
-        yield station, (cuts[k], cuts[k + 1])
 
 
 def _present(layout: Layout, slot: Array) -> list[Array | None]:

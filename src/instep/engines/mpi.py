@@ -1,6 +1,6 @@
 """The MPI engine: rank 0 runs the script, the other ranks are its workers.
 
-    mpirun -n 9 instep run --engine mpi train.py
+    mpirun -n 9 instep run train.py
 
     rank 0: script ── Processes ──> the workers of its machine's ranks
        └── letters ──> first rank of each other machine: a station ──> its workers
@@ -81,7 +81,7 @@ class Mpi(Machines):
             raise EngineUnavailableError(
                 f"engine='mpi' in a job of {size} ranks"
                 + ("" if _is_serving else " that serve nobody")
-                + "; start the script by: mpirun -n 9 instep run --engine mpi script.py"
+                + "; start the script by: mpirun -n 9 instep run script.py"
             )
         self._id = next(_engines)
         self._ranks, self._letters = _ranks(), _letters()
