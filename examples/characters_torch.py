@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import instep.torch
 
-STEPS, BATCH_SIZE, LONGEST, WIDTH = 300, 32, 100, 96
+STEPS, BATCH_SIZE, LONGEST, WIDTH = 250, 32, 64, 96
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the workers need the cores

@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -15,8 +16,12 @@ import psutil
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+from helpers import leave_out
+
 GUARD_S = 60.0
 FRAMEWORKS = ("tensorflow", "keras", "torch", "jax", "optax")
+# TensorFlow and Keras import these where they are there, which is two of five seconds.
+OPTIONAL = ("jax", "matplotlib", "sklearn")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +59,20 @@ def _leaves_no_trace(_guard_against_hangs: None) -> Iterator[None]:
     yield from no_trace()
 
 
+@pytest.fixture(scope="session")
+def only_tensorflow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An entry of the import path for scripts that need TensorFlow or Keras alone."""
+    return leave_out(tmp_path_factory.mktemp("left out"), *OPTIONAL)
+
+
+@pytest.fixture
+def workers_with_only_tensorflow(
+    monkeypatch: pytest.MonkeyPatch, only_tensorflow: str
+) -> None:
+    """Workers start as where nothing is installed that they do not need: faster."""
+    monkeypatch.setattr(sys, "path", [only_tensorflow, *sys.path])
+
+
 def no_trace() -> Iterator[None]:
     """No child process, shared memory or descriptor more than before the yield."""
     before = _instep_descriptors()
@@ -66,8 +85,13 @@ def no_trace() -> Iterator[None]:
     assert not [name for name in os.listdir("/dev/shm") if "instep" in name]
 
 
-def wait_until(condition: Callable[[], bool], problem: str, seconds: float = 5) -> None:
-    """Waits for a condition that another process brings about."""
+def wait_until(
+    condition: Callable[[], bool], problem: str, seconds: float = 30
+) -> None:
+    """Waits for a condition that another process brings about.
+
+    So many seconds are no claim about its speed: it may share a core with others.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -56,6 +57,20 @@ def write_script(folder: Path, text: str) -> Path:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
     return path
+
+
+def leave_out(folder: Path, *names: str) -> str:
+    """A folder that, first on the import path, makes these packages seem missing."""
+    for name in names:
+        text = f"raise ModuleNotFoundError('{name} is left out here', name='{name}')\n"
+        (folder / f"{name}.py").write_text(text)
+    return str(folder)
+
+
+def import_first(entry: str) -> dict[str, str]:
+    """The environment of a script whose imports are looked for here before all else."""
+    others = [path] if (path := os.environ.get("PYTHONPATH")) else []
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([entry, *others])}
 
 
 def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:

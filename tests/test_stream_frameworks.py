@@ -179,7 +179,10 @@ class TensorFlow:
 
 @pytest.fixture(params=[Numpy, Torch, Jax, TensorFlow], ids=lambda kind: kind.__name__)
 def script(request):
-    return request.param()
+    made = request.param()
+    if request.param is TensorFlow:  # once it is imported here
+        request.getfixturevalue("workers_with_only_tensorflow")
+    return made
 
 
 def test_streams_have_the_bits_of_calls_of_records_and_of_fewer_workers(

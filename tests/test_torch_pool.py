@@ -665,7 +665,7 @@ def digits_digest(epochs, kill_at=None, **options):
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    images = torch.from_numpy(images[:1792]).float() / 16  # 14 batches of 128
+    images = torch.from_numpy(images[:896]).float() / 16  # 7 batches of 128
     labels = torch.from_numpy(labels)
     torch.manual_seed(0)
     model = nn.Sequential(
