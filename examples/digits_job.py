@@ -1,6 +1,7 @@
-"""Scanned digits, as a job file: which split of the cores is the fastest?
+"""Scanned digits, as a job file: do several processes pay, and in which mode?
 
 instep tune digits_job.py
+instep compare digits_job.py
 """
 
 import torch

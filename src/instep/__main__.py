@@ -1,4 +1,4 @@
-"""The command line: `instep demo`, `run`, `tune`; also `python -m instep demo`.
+"""The command line: `instep demo`, `run`, `train` and so on; also `python -m instep`.
 
 Exit codes: 0 done, 1 failed, 2 called wrongly, 130 ended by Ctrl-C.
 """

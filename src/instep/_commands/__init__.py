@@ -10,7 +10,7 @@ import argparse
 import importlib
 from typing import Protocol, cast
 
-COMMANDS = ("demo", "run", "tune")
+COMMANDS = ("demo", "run", "train", "check", "tune", "compare", "simulate")
 
 
 class Command(Protocol):

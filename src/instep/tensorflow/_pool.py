@@ -226,8 +226,10 @@ class GradientPool(Pool):
         self, traced: EagerTrace, state: Sequence[Any], outcome: Outcome
     ) -> None:
         """Writes the variables that the loss writes."""
-        trace, counters = traced.trace, Extras.of(outcome.shards[0]).counters
-        indices = trace.state + trace.counters
+        trace, sent = traced.trace, [Extras.of(s).counters for s in outcome.shards]
+        # Shard 0 of a batch sends counters; an update of a stream may be without it.
+        counters = next(filter(None, sent), ())
+        indices = trace.state + (trace.counters if counters else ())
         for index, value in zip(indices, [*state, *counters], strict=True):
             traced.variables[index].assign(value)
 
