@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -173,3 +174,38 @@ def test_a_job_without_workers_says_how_to_start_one(tmp_path):
     assert result.returncode == 1
     assert "engine='mpi' in a job of 1 ranks" in result.stderr
     assert "mpirun -n 9 instep run script.py" in result.stderr
+
+
+JOB = """
+import numpy as np
+import instep
+
+def loss(w, x):
+    return float(np.mean((w - x) ** 2)), 2 * (w - np.mean(x))
+
+def job():
+    return instep.Job(np.zeros(1), loss, (np.arange(30.0),), 10, optimizer=0.1, steps=9)
+"""
+
+
+def test_a_job_is_trained_by_a_job_of_mpi(tmp_path):
+    """Nobody has to say which engine."""
+    job = write_script(tmp_path, JOB)
+    words = ["-m", "instep", "train", job, "--json", "--shards", "3"]
+    launched = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    on_ranks, alone = (
+        subprocess.run(
+            [*launcher, sys.executable, *words, *engine],
+            capture_output=True,
+            text=True,
+            timeout=50,
+        )
+        for launcher, engine in (
+            ([*launched, "-n", "3"], []),
+            ([], ["--engine", "serial"]),
+        )
+    )
+    assert on_ranks.returncode == 0, on_ranks.stderr
+    found, expected = (json.loads(run.stdout) for run in (on_ranks, alone))
+    assert (found["engine"], found["workers"]) == ("mpi", 2)
+    assert found["losses"] == expected["losses"]

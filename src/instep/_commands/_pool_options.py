@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from instep._commands._ranks import engine_here
 from instep._commands._types import count
 from instep._cores import usable_cores
 
-# The others need a launcher (mpi) or nothing but this process (serial).
-ENGINES = ("processes", "serial", "ray")
+ENGINES = ("processes", "serial", "mpi", "ray")
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +32,7 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         choices=ENGINES,
-        default="processes",
-        help="what runs the workers (default: %(default)s)",
+        help="what runs the workers (default: processes, or mpi under its launcher)",
     )
 
 
@@ -41,6 +40,7 @@ def pool_options(options: argparse.Namespace) -> dict[str, Any]:
     """The keywords of a pool."""
     names = ("workers", "shards", "threads", "engine")
     given = {name: getattr(options, name) for name in names}
+    given["engine"] = engine_here(options.engine)
     known = {name: value for name, value in given.items() if value is not None}
     if options.engine == "serial":  # one process, with the bits of so many workers
         known.setdefault("shards", known.pop("workers", usable_cores()))

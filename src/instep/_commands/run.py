@@ -11,7 +11,6 @@ script, and the others are its workers: --engine mpi is understood.
 from __future__ import annotations
 
 import argparse
-import os
 import runpy
 import sys
 import traceback
@@ -20,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from instep._commands._interrupt import interrupt_as_python_does
+from instep._commands._ranks import engine_here, on_ranks
 from instep._commands._types import count
 from instep._errors import ArgumentError, InstepError
 
 ENGINES = ("processes", "serial", "mpi", "ray")
 _FAILED = 1
-# Where Open MPI, MPICH with its relatives, and Slurm's srun say it. Not SLURM_NTASKS: a
-# batch script has that, too.
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,15 +43,16 @@ def run(options: argparse.Namespace) -> int:
     if not options.script.is_file():
         raise ArgumentError(f"{options.script} is no file; expected a Python script")
     words = _take_options(options)
-    if options.engine is None and _started_ranks() > 1:
-        options.engine = "mpi"
+    options.engine = engine_here(options.engine)
     names = ("engine", "workers", "shards", "threads")
     given = {name: getattr(options, name) for name in names}
     defaults.update({name: value for name, value in given.items() if value is not None})
     sys.argv = [str(options.script), *words]
     sys.path[0] = str(options.script.resolve().parent)
     interrupt_as_python_does()
-    return _on_ranks(options) if options.engine == "mpi" else _run(options.script)
+    if options.engine == "mpi":
+        return on_ranks(options.given, lambda: _run(options.script))
+    return _run(options.script)
 
 
 def _run(script: Path) -> int:
@@ -64,34 +62,6 @@ def _run(script: Path) -> int:
         traceback.print_exc()
         return _FAILED
     return 0
-
-
-def _started_ranks() -> int:
-    """How many of this process a launcher of MPI has started."""
-    return max(int(os.environ.get(name, 1)) for name in _SIZES)
-
-
-def _on_ranks(options: argparse.Namespace) -> int:
-    """Rank 0 runs the script; the others serve until it ends."""
-    from instep._options import defaults
-    from instep.engines import mpi
-
-    if "PYTHONHASHSEED" not in os.environ:  # one for all: it decides the order of sets
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "instep", *options.given])
-    if not mpi.is_master():
-        mpi.serve()
-        return 0
-    mpi.begin_serving()
-    defaults.setdefault("workers", mpi.num_workers())
-    try:
-        code = _run(options.script)
-    except Exception:
-        traceback.print_exc()
-        code = _FAILED
-    finally:
-        mpi.end_serving()
-    return code
 
 
 def _add_options(parser: argparse.ArgumentParser, default: Any = None) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep._commands import _calls
 from instep._commands._pool_options import add_job, add_pool_options, pool_options
+from instep._commands._ranks import engine_here, on_ranks
 from instep._commands._types import count, new_file, new_folder
 from instep._errors import ArgumentError
 
@@ -80,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trains and says how it went."""
+    if engine_here(options.engine) == "mpi":
+        return on_ranks(options.given, lambda: _run(options))
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from instep._commands._output import stdout_to_stderr
 
     _expect_sense(options)
