@@ -50,7 +50,6 @@ class Letters:
 
     def post(self, to: int, text: Any, content: Array | None = None) -> None:
         """Sends a letter; the bytes must stay as they are until `flush`."""
-        self._under_way = [pair for pair in self._under_way if not pair[0].Test()]
         pickled = pickle.dumps(text, protocol=5)
         nbytes = 0 if content is None else content.nbytes
         room = _LIMIT - _HEAD.size
@@ -81,12 +80,14 @@ class Letters:
 
     def flush(self, watch: Callable[[], None] = lambda: None) -> None:
         """Waits until all letters have left; `watch` is called meanwhile."""
-        pause = Pause()
-        while self._under_way:
-            self._under_way = [pair for pair in self._under_way if not pair[0].Test()]
-            if self._under_way:
-                watch()
-                pause.sleep()
+        while self.is_sending():
+            watch()
+            time.sleep(Pause.SHORTEST_S)
+
+    def is_sending(self) -> bool:
+        """Whether letters are leaving: MPI sends only while it is looked after."""
+        self._under_way = [pair for pair in self._under_way if not pair[0].Test()]
+        return bool(self._under_way)
 
     def _send(self, to: int, part: Any, tag: int) -> None:
         request = self._comm.Isend([part, self._mpi.BYTE], to, tag)
@@ -105,7 +106,7 @@ class Pause:
     waits for long takes no core from those that compute.
     """
 
-    LONGEST_S = 1e-3
+    SHORTEST_S, LONGEST_S = 2e-5, 1e-3
 
     def __init__(self) -> None:
         self.reset()
@@ -118,7 +119,7 @@ class Pause:
     def seconds(self) -> float:
         """How long the next one is."""
         quiet = time.perf_counter() - self._since
-        return min(self.LONGEST_S, max(2e-5, quiet / 20))
+        return min(self.LONGEST_S, max(self.SHORTEST_S, quiet / 20))
 
     def sleep(self) -> None:
         """Sleeps for so long."""

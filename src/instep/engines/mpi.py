@@ -128,6 +128,8 @@ class Mpi(Machines):
             if heard or (limit is not None and time.monotonic() >= limit):
                 return heard
             watch.look()
+            if self._letters.is_sending():
+                pause.reset()
             pause.sleep()
 
     def _waited(self, timeout: float | None) -> list[Event]:
@@ -184,6 +186,8 @@ class Mpi(Machines):
             if self._is_closed:
                 raise PoolClosedError("the pool was closed during this call")
             watch.look()
+            if self._letters.is_sending():
+                pause.reset()
             pause.sleep()
         self._flush()
         return assembled(order, {**parts, 0: mine.result()}, mine.present(), layout)
@@ -349,8 +353,10 @@ def _relay(rooms: _Rooms) -> None:
             rooms.take(letter)
         if rooms.hear() or letter is not None:
             pause.reset()
-        else:
-            pause.sleep()
+            continue
+        if _letters().is_sending():
+            pause.reset()
+        pause.sleep()
 
 
 def _wait_for_the_end() -> None:

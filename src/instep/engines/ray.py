@@ -97,15 +97,15 @@ class Ray(Machines):
         super().lay_out(layout)
 
     def close(self) -> None:
-        if self._program is None:
-            return
-        self._program, self._is_closed = None, True
+        if not self._blocks:
+            return  # closed before
+        self._is_closed = True
         for station in list(self._actors):
             self._end(station)
         self._placement.close()
         self._stored = None, None
-        for block in self._blocks:
-            block.close()
+        while self._blocks:
+            self._blocks.pop().close()
         if self._is_ours:
             self._ray.shutdown()
 
