@@ -33,6 +33,7 @@ from instep._shelf import Shelf
 from instep._ship import ship
 from instep.engines._average import MASTER, parts_of, plan, shares_of
 from instep.engines._base import Done, Event, Failed, Kept, Lost, Ready
+from instep.engines._holdings import GONE, Held, Holdings
 from instep.engines._orders import (
     Average,
     Close,
@@ -67,13 +68,6 @@ class Errand(NamedTuple):
     is_wanted: bool = True
 
 
-class Held(NamedTuple):
-    """Where outputs are."""
-
-    station: int
-    key: int
-
-
 class Machines(ABC):
     """Workers of stations, and of this machine, under one set of numbers."""
 
@@ -90,9 +84,8 @@ class Machines(ABC):
         self._idle: dict[int, None] = {}  # elsewhere
         self._errands: dict[int, Errand] = {}
         self._pids: dict[int, int] = {}
-        self._held: dict[int, Held] = {}  # by shard
-        self._kept: dict[int, Held] = {}  # by key
-        self._spare: list[Held] = []  # that nobody wants
+        self._holdings = Holdings()
+        self._started: set[int] = set()  # stations
         self._layout: Layout | None = None
         self._layouts: dict[int, Layout] = {}  # that stations know
         self._frames: dict[tuple[int, int], int] = {}  # (station, base) -> version
@@ -132,9 +125,9 @@ class Machines(ABC):
         self._programs += 1
         self._pending.clear()
         knowledge: list[Any] = [self._idle, self._errands, self._expected, self._pids]
-        knowledge += [self._held, self._kept, self._spare, self._layouts, self._frames]
-        for known in knowledge:
+        for known in (*knowledge, self._layouts, self._frames):
             known.clear()
+        self._holdings = Holdings()
         self._workers, self._places = workers, self._placed(workers)
         if self._home is not None:
             own = self._staff_of(MASTER)
@@ -181,6 +174,7 @@ class Machines(ABC):
             self._home.abandon(at_once=at_once)
         for worker in list(self._errands) if at_once else ():
             self.replace(worker)
+        self._want_no_more(*self._errands)
         self._forget_call()
 
     def interrupt(self) -> None:
@@ -192,7 +186,7 @@ class Machines(ABC):
         if self._program is not None:
             self._is_closed, self._program = True, None
             self._pids.clear()
-            for station in self._stations():
+            for station in self._started:
                 self._tell(station, Close())
         if self._home is not None:
             self._home.close()
@@ -246,20 +240,15 @@ class Machines(ABC):
     def average(
         self, weights: Sequence[float], keys: Sequence[int] | None = None
     ) -> list[Array | None]:
-        if keys is None:
-            self._want_no_more()  # a late worker may still compute a shard
-            held = [self._held.get(shard) for shard in range(len(weights))]
-        else:
-            held = [self._kept.get(key) for key in keys]
+        if keys is None:  # a late worker may still compute a shard
+            self._want_no_more(*self._on_shards())
+        held = self._holdings.find(len(weights), keys)
         if self._home is not None and not any(held):
             return self._home.average(weights, keys)
         return self._average(weights, held, keys)
 
     def forget(self, key: int) -> None:
-        held = self._kept.pop(key, None)
-        if held is not None:
-            self._spare.append(held)
-        elif self._home is not None:
+        if not self._holdings.forget(key) and self._home is not None:
             self._home.forget(key)
 
     def resident(self) -> list[Array]:
@@ -309,6 +298,7 @@ class Machines(ABC):
     def _start(self, station: int) -> None:
         """Has a station start its workers anew, with the program."""
         assert self._program is not None
+        self._started.add(station)
         workers = self._staff_of(station)
         self._number += 1
         self._expected.update(dict.fromkeys(workers, self._number))
@@ -341,10 +331,8 @@ class Machines(ABC):
             self._drop(worker)
             del self._places[worker]
             self._pending.append(Lost(worker, reason))
-        for held in (self._held, self._kept):
-            for key in [k for k, where in held.items() if where.station == station]:
-                held[key] = Held(_GONE, held[key].key)
-        self._spare = [held for held in self._spare if held.station != station]
+        self._holdings.lose(station)
+        self._started.discard(station)
         self._layouts.pop(station, None)
         gone = [frame for frame in self._frames if frame[0] == station]
         for frame in gone:
@@ -370,25 +358,21 @@ class Machines(ABC):
             self.kept_batches.release(errand.rows)
 
     def _forget_call(self) -> None:
-        """Gives up outputs of the last call, and what is under way."""
-        self._want_no_more()
-        self._spare += self._held.values()
-        self._held.clear()
+        """Gives up outputs of the last call, and its shards under way."""
+        self._want_no_more(*self._on_shards())
+        self._holdings.forget_call()
         for station in self._stations():
-            if keys := self._spare_of(station):
+            if keys := self._holdings.take_spare(station):
                 self._tell(station, Forget(keys))
 
-    def _want_no_more(self) -> None:
-        """What is under way is not wanted any more."""
-        for worker, errand in self._errands.items():
-            self._errands[worker] = errand._replace(is_wanted=False)
+    def _on_shards(self) -> list[int]:
+        """Workers who compute a call's shards."""
+        return [w for w, errand in self._errands.items() if errand.shard is not None]
 
-    def _spare_of(self, station: int) -> list[int]:
-        """Keys of outputs there that nobody wants; the station is to forget them."""
-        keys = [held.key for held in self._spare if held.station == station]
-        if keys:
-            self._spare = [held for held in self._spare if held.station != station]
-        return keys
+    def _want_no_more(self, *workers: int) -> None:
+        """What they compute is not wanted any more."""
+        for worker in workers:
+            self._errands[worker] = self._errands[worker]._replace(is_wanted=False)
 
     def _cut(self, shard: int) -> FrameRef:
         """A shard's rows, as a frame of their own."""
@@ -455,7 +439,8 @@ class Machines(ABC):
     def _opened(self, worker: int, errand: Errand | None, event: Event) -> Event:
         """What the pool hears of it."""
         if isinstance(event, Done) and errand is not None:
-            self._hold(Held(self._places[worker], errand.key), errand)
+            held = Held(self._places[worker], errand.key)
+            self._holdings.hold(held, errand.shard, is_wanted=errand.is_wanted)
         if errand is not None and not errand.is_wanted:
             return Ready(worker)
         if isinstance(event, Failed) and isinstance(event.error, PackedError):
@@ -464,15 +449,6 @@ class Machines(ABC):
         if isinstance(event, Done):
             event = self._with_aux(event)
         return self._placed_event(event)
-
-    def _hold(self, held: Held, errand: Errand) -> None:
-        """Outputs are there; of a shard's the first count."""
-        if not errand.is_wanted:
-            self._spare.append(held)
-        elif errand.shard is None:
-            self._kept[errand.key] = held
-        elif self._held.setdefault(errand.shard, held) is not held:
-            self._spare.append(held)
 
     def _with_aux(self, event: Done) -> Done | Failed:
         try:
@@ -506,13 +482,17 @@ class Machines(ABC):
         self._number += 1
         order = plan(self._number, shares, weights, self._layout.working)
         result = self._combine(order, nodes)
-        self._give_up(held, keys)
+        self._holdings.drop(held)
+        if keys is not None and self._home is not None:
+            for key, where in zip(keys, held, strict=True):
+                if where is None:
+                    self._home.forget(key)
         slot = self._layout.working.convert(result, self._layout)
         return _present(self._layout, slot)
 
     def _check_there(self, held: Sequence[Held | None]) -> None:
         """None of them is gone."""
-        gone = [where.key for where in held if where and where.station == _GONE]
+        gone = [where.key for where in held if where and where.station == GONE]
         if gone:
             self._forget_call()
             raise OutputsLostError(
@@ -533,22 +513,6 @@ class Machines(ABC):
             nodes[node] = self._home.node(self._home.offsets(*where), weights)
             begin = end
         return nodes
-
-    def _give_up(self, held: Sequence[Held | None], keys: Sequence[int] | None) -> None:
-        """The stations have given them up."""
-        if keys is None:
-            for shard, where in enumerate(held):
-                if where is not None:
-                    del self._held[shard]
-            return
-        for key, where in zip(keys, held, strict=True):
-            if where is not None:
-                del self._kept[key]
-            elif self._home is not None:
-                self._home.forget(key)
-
-
-_GONE = -1
 
 
 def _present(layout: Layout, slot: Array) -> list[Array | None]:

@@ -33,7 +33,8 @@ from instep._program import Array
 from instep._sharding import Batch
 from instep._shelf import Shelf
 from instep.engines._base import Event
-from instep.engines._machines import Held, Machines
+from instep.engines._holdings import Held
+from instep.engines._machines import Machines
 from instep.engines._orders import Average, Params, Share, Trouble, Word
 from instep.engines._placement import Place, Placement
 from instep.engines._station import Station
@@ -247,7 +248,7 @@ class Ray(Machines):
         layout = self._layout.working
         refs = {
             station: self._actors[station].nodes.remote(
-                self._counted(station), share, self._spare_of(station)
+                self._counted(station), share, self._holdings.take_spare(station)
             )
             for station, share in order.shares.items()
         }
@@ -261,7 +262,8 @@ class Ray(Machines):
                 self._forget_call()
                 raise OutputsLostError(str(error), share.keys) from error
         for station, share in order.shares.items():
-            self._spare += [Held(station, key) for key in share.keys]
+            for key in share.keys:
+                self._holdings.spare(Held(station, key))
         out = root(found, order.weights, segments_of(layout, 0, layout.nbytes))
         out = out if out.flags.writeable else out.copy()  # of the object store
         layout.present(out)[:] = any_present(list(found.values()), layout)
