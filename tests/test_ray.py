@@ -34,10 +34,12 @@ def descend(pool, steps, between=lambda step: None):
     return bits(w)
 
 
-def streamed(pool, mode, **options):
+def streamed(pool, mode, between=lambda step: None, **options):
     w = np.zeros(3)
-    for update in pool.stream([(X, Y)] * 8, mode, params=w, **options):
+    stream = pool.stream([(X, Y)] * 8, mode, params=w, **options)
+    for step, update in enumerate(stream):
         w -= 0.1 * update.grads
+        between(step)
     return bits(w)
 
 
@@ -63,5 +65,16 @@ def test_facts_kills_and_streams(tmp_path):
         record = tmp_path / "run"
         recorded = streamed(pool, instep.Asynchronous(), record=record)
         assert streamed(pool, instep.Replay(record)) == recorded
+
+        def kill_actor(step):  # with answers that were not averaged yet
+            if step in (2, 5):
+                ray.kill(next(iter(engine._actors.values())))
+
+        assert streamed(pool, instep.Local(2, 0.1), kill_actor) == local
+        expected_stream = streamed(pool, instep.Synchronous())
+        assert streamed(pool, instep.Synchronous(), kill_actor) == expected_stream
+        recorded = streamed(pool, instep.Asynchronous(), kill_actor, record=record)
+        assert streamed(pool, instep.Replay(record)) == recorded
+        assert descend(pool, 12, kill_actor) == expected
         pool.resize(1)
         assert descend(pool, 12) == expected
