@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format docs clean
 
 demo: $(STAMP)  ## train the parabola with TensorFlow on four workers
 	$(BIN)/instep demo
@@ -22,6 +22,10 @@ check: $(STAMP)  ## lint, formatting and types
 format: $(STAMP)  ## put the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The maker of the theme announces a successor at every build; that is no warning of ours.
+docs: $(STAMP)  ## build the documentation into the folder site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV)
