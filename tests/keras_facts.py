@@ -6,6 +6,7 @@ test_keras.py runs this file once with each KERAS_BACKEND.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import warnings
@@ -1024,10 +1025,16 @@ def test_without_a_variable_for_it_the_pool_stays_with_the_model():
     assert model._instep.steps.pool.statistics().steps == 2
 
 
-def test_a_second_pool_replaces_the_first():
+def test_a_second_pool_replaces_the_first(tmp_path):
     model = fresh(network())
     first = parallel(model, **TWO)
-    model.fit(X, Y, verbose=0)
+    with first.trace(tmp_path / "trace.json"), first.dashboard() as page:
+        model.fit(X, Y, verbose=0)
+        assert page.url.startswith("http://127.0.0.1:")
+    names = [
+        event["name"] for event in json.loads((tmp_path / "trace.json").read_text())
+    ]
+    assert names.count("update") == 1
     second = parallel(model, **THREE)
     model.fit(X, Y, verbose=0)
     assert (first.statistics().steps, second.statistics().steps) == (1, 1)

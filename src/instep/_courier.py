@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from instep._blame import deadly, failure, overdue
 from instep._dispatch import Counters
+from instep._events import Events
 from instep._options import Options
 from instep._program import Task
 from instep.engines._base import Done, Engine, Event, Failed, Kept, Lost
@@ -31,10 +32,12 @@ class Parcel(NamedTuple):
 class Courier:
     """What is under way of one stream."""
 
-    def __init__(self, engine: Engine, options: Options, counters: Counters) -> None:
+    def __init__(
+        self, engine: Engine, options: Options, counters: Counters, events: Events
+    ) -> None:
         self._engine = engine
         self._timeout, self._retries = options.timeout, options.retries
-        self._counters = counters
+        self._counters, self._events = counters, events
         self._running: dict[int, Parcel] = {}
         self._due: dict[int, float] = {}
         self._again: deque[Parcel] = deque()
@@ -54,15 +57,19 @@ class Courier:
 
     def submit(self, worker: int, parcel: Parcel) -> None:
         """Gives an idle worker a parcel."""
+        if self._events.is_on:
+            self._events.hand_out(worker, parcel.task)
         self._engine.submit(worker, parcel.task, parcel.kept)
         self._running[worker] = parcel
         if self._timeout is not None:
             self._due[worker] = time.monotonic() + self._timeout
 
-    def again(self, parcel: Parcel) -> None:
+    def again(self, parcel: Parcel, reason: str) -> None:
         """Has a parcel computed once more, by whoever is idle."""
         self._again.append(parcel)
         self._counters.shards_recomputed += 1
+        if self._events.is_on:
+            self._events.again(parcel.task, reason)
 
     def wait(self) -> list[tuple[Parcel, Done]]:
         """Answers, after something has happened.
@@ -89,12 +96,14 @@ class Courier:
         finally:
             for event in rest:
                 if isinstance(event, Lost):
-                    self._take_back(event.worker)
+                    self._take_back(event.worker, event.reason)
 
     def _handle(self, event: Event, answers: list[tuple[Parcel, Done]]) -> None:
         self._due.pop(event.worker, None)
+        if self._events.is_on:
+            self._events.hear(event)
         if isinstance(event, Lost):
-            parcel = self._take_back(event.worker)
+            parcel = self._take_back(event.worker, event.reason)
             if parcel is not None:
                 reason = event.worker, parcel.what, event.reason
                 raise deadly(*reason, self._retries, _ADVICE)
@@ -106,17 +115,19 @@ class Courier:
             self._counters.count(event)
             answers.append((parcel, event))
 
-    def _take_back(self, worker: int) -> Parcel | None:
+    def _take_back(self, worker: int, reason: str) -> Parcel | None:
         """Replaces the worker; its parcel goes to another or, if it may not, here."""
         self._counters.workers_lost += 1
         self._engine.replace(worker)
+        if self._events.is_on:
+            self._events.lose(worker, reason)
         parcel = self._running.pop(worker, None)
         if parcel is None:
             return None
         self._losses[parcel.kept.key] += 1
         if self._losses[parcel.kept.key] > self._retries:
             return parcel
-        self.again(parcel)
+        self.again(parcel, f"worker {worker} lost")
         return None
 
     def _time_left(self) -> float | None:
@@ -128,7 +139,7 @@ class Courier:
         now = time.monotonic()
         for worker in [w for w, due in self._due.items() if due <= now]:
             del self._due[worker]
-            parcel = self._take_back(worker)
+            parcel = self._take_back(worker, f"no answer in {self._timeout} s")
             if parcel is not None:
                 limits = self._timeout, self._retries
                 raise overdue(worker, parcel.what, *limits, _ADVICE)

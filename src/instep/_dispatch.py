@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from instep._blame import deadly, failure, overdue
+from instep._events import Events
 from instep._options import Options
 from instep._pace import Pace
 from instep._program import Program, Task
@@ -48,17 +49,20 @@ class Dispatcher:
         self._since: dict[int, float] = {}  # and when they were given their shard
         self._pace = Pace()
         self.counters = Counters()
+        self.events = Events()
 
     def start(self, program: Program) -> None:
         """Starts the workers with this program, in place of those there are."""
         self._due.clear()
         self._pace = Pace()
+        self.events.abandon()
         self._engine.start(program, len(self._workers), self._threads)
 
     def resize(self, workers: int) -> None:
         """Starts more workers, which join when they are ready, or ends some."""
         for worker in self._workers[workers:]:
             self._due.pop(worker, None)
+        self.events.abandon(self._workers[workers:])
         self._workers = list(range(workers))
         self._engine.resize(workers)
 
@@ -87,6 +91,7 @@ class Dispatcher:
         self._engine.abandon(at_once=at_once)
         if at_once:
             self._due.clear()
+            self.events.abandon()
 
     def _limit_stragglers(self) -> None:
         """Who still works on what is over has no longer for it than for a shard."""
@@ -108,6 +113,8 @@ class Dispatcher:
         return idle
 
     def _submit(self, worker: int, task: Task) -> None:
+        if self.events.is_on:
+            self.events.hand_out(worker, task)
         self._engine.submit(worker, task)
         self._since[worker] = now = time.monotonic()
         if self._timeout is not None:
@@ -130,10 +137,12 @@ class Dispatcher:
         finally:
             for event in rest:
                 if isinstance(event, Lost):
-                    self._replace(event.worker, call)
+                    self._replace(event.worker, call, event.reason)
 
     def _handle(self, event: Event, call: _Call) -> None:
         self._due.pop(event.worker, None)
+        if self.events.is_on:
+            self.events.hear(event)
         if isinstance(event, Done):
             self._pace.note(time.monotonic() - self._since[event.worker])
             self.counters.count(event)
@@ -151,13 +160,13 @@ class Dispatcher:
             raise failure(event, f"shard {shard} of {len(call.tasks)}")
 
     def _lose(self, worker: int, call: _Call, reason: str) -> None:
-        shard = self._replace(worker, call)
+        shard = self._replace(worker, call, reason)
         if shard is not None:
             what = f"shard {shard} of {len(call.tasks)}"
             advice = f"more, smaller shards: shards={2 * len(call.tasks)}"
             raise deadly(worker, what, reason, self._retries, advice)
 
-    def _replace(self, worker: int, call: _Call) -> int | None:
+    def _replace(self, worker: int, call: _Call, reason: str) -> int | None:
         """Starts another process in a worker's place.
 
         Returns the shard it leaves if that has no more tries, else None.
@@ -165,9 +174,12 @@ class Dispatcher:
         self.counters.workers_lost += 1
         shard = call.schedule.lose(worker)
         self._engine.replace(worker)
-        return (
-            shard if shard is not None and call.schedule.is_exhausted(shard) else None
-        )
+        is_over = shard is not None and call.schedule.is_exhausted(shard)
+        if self.events.is_on:
+            self.events.lose(worker, reason)
+            if shard is not None and not is_over:
+                self.events.again(call.tasks[shard], f"worker {worker} lost")
+        return shard if is_over else None
 
     def _time_left(self, idle: list[int], call: _Call) -> float | None:
         """Seconds until a worker is overdue, or late while another is idle."""
@@ -186,7 +198,7 @@ class Dispatcher:
         now = time.monotonic()
         for worker in [w for w, due in self._due.items() if due <= now]:
             del self._due[worker]
-            shard = self._replace(worker, call)
+            shard = self._replace(worker, call, f"no answer in {self._timeout} s")
             if shard is not None:
                 what, advice = (
                     f"shard {shard} of {len(call.tasks)}",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from instep._aux import ShardAnswer
 from instep._check import Report, Trial, check
@@ -22,6 +22,7 @@ from instep._errors import (
     PoolClosedError,
     StartError,
 )
+from instep._events import AVERAGE, WAIT, Events
 from instep._host import Prepared
 from instep._layout import Layout
 from instep._options import Options
@@ -32,6 +33,7 @@ from instep._rival import Rival
 from instep._sharding import Batch, Splitter
 from instep._statistics import Statistics
 from instep._stream import Stream
+from instep._trace import Trace
 from instep._tuning import Progress, Tuning, decide, measure, settings
 from instep.engines import make_engine
 from instep.engines._base import Done, Engine
@@ -39,6 +41,8 @@ from instep.modes import Mode, Synchronous
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from instep._dashboard import Dashboard
 
 
 _SYNCHRONOUS = Synchronous()
@@ -74,13 +78,19 @@ class Pool:
         self._splitter, self._params = Splitter(self.shards), Splitter(1)
         self._broken: BaseException | None = None
         self._stream: weakref.ref[Stream] | None = None
+        self._trace: Trace | None = None
         self._parts_of_stream: int | None = (
             None  # of a stream's batch, while it is prepared
         )
         self._engine: Engine = make_engine(options.engine)
         self._dispatcher = Dispatcher(self._engine, options)
         self._closer = weakref.finalize(
-            self, _close, self._engine, self._lock, self._owner
+            self,
+            _close,
+            self._engine,
+            self._dispatcher.events,
+            self._lock,
+            self._owner,
         )
         self._ship(program)
 
@@ -215,6 +225,95 @@ class Pool:
             shards_computed=tuple(counters.shards_computed.get(w, 0) for w in workers),
             seconds=tuple(counters.seconds.get(w, 0.0) for w in workers),
         )
+
+    @overload
+    def trace(self, path: str | os.PathLike[str]) -> Trace: ...
+
+    @overload
+    def trace(self, path: None) -> None: ...
+
+    def trace(self, path: str | os.PathLike[str] | None) -> Trace | None:
+        """Writes what happens from now on to a file, as a picture in time.
+
+        The file holds Chrome trace events: open it at https://ui.perfetto.dev or
+        chrome://tracing. There is a lane for each worker, with the shards that it
+        had in its hands, and one for the master: splitting and publishing, waiting,
+        averaging, and the script's own time in between. A worker that is lost, a
+        shard computed again and each update, with loss and staleness, are marks.
+
+        Ends with the pool, at the end of a `with` block, or with `trace(None)`;
+        another path ends it as well. The file is complete JSON at any moment, also
+        if the process is killed.
+
+        Args:
+            path: of the file, which is overwritten; None: writes no more.
+
+        Returns:
+            A `Trace` with `.path`, `.close()` and `with`; nothing for None.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+            PoolClosedError: as for a step.
+
+        Example:
+            >>> import os, numpy as np, instep
+            >>> def fun(w, x):
+            ...     return np.mean(w * x), np.mean(x)
+            >>> with instep.numpy.value_and_grad(fun, engine="serial") as pool:
+            ...     with pool.trace(os.devnull) as trace:  # or "run.json"
+            ...         result = pool(np.float64(2.0), np.arange(50.0))
+            >>> trace.path
+            '/dev/null'
+        """
+        with self._lock:
+            if path is not None:
+                self._check_usable()
+            if self._trace is not None:
+                self._trace.close()
+                self._trace = None
+            if path is not None:
+                self._trace = Trace(path, self._dispatcher.events)
+            return self._trace
+
+    def dashboard(
+        self, port: int | None = None, open_browser: bool = False
+    ) -> Dashboard:
+        """A page that shows what the pool does while it does it.
+
+        Served to this machine alone, at an address with a secret in it. Shows the
+        lanes of master and workers over the last seconds, the loss, steps and rows per
+        second, staleness, and faults that were survived. Ends with the pool.
+
+        Args:
+            port: on 127.0.0.1; None or 0: any that is free.
+            open_browser: also shows it.
+
+        Returns:
+            A `Dashboard` with `.url`, `.close()` and `with`.
+
+        Raises:
+            ArgumentError: the port is taken, or no port.
+            PoolClosedError: as for a step.
+
+        Example:
+            >>> import numpy as np, instep
+            >>> def fun(w, x):
+            ...     return np.mean(w * x), np.mean(x)
+            >>> with instep.numpy.value_and_grad(fun, engine="serial") as pool:
+            ...     with pool.dashboard() as dashboard:
+            ...         result = pool(np.float64(2.0), np.arange(50.0))
+            ...         dashboard.url.startswith("http://127.0.0.1:")
+            True
+        """
+        from instep._dashboard import Dashboard  # the web server takes 30 ms to import
+
+        with self._lock:
+            self._check_usable()
+            statistics = weakref.WeakMethod(self.statistics)
+            dashboard = Dashboard(self._dispatcher.events, statistics, port)
+        if open_browser:
+            dashboard.show()
+        return dashboard
 
     def stream(
         self,
@@ -416,7 +515,7 @@ class Pool:
             gradient: False computes loss and aux only, and is no step.
             split_arguments: per argument of the batch, False: not split.
         """
-        with self._lock:
+        with self._lock, self._dispatcher.events.call:
             self._check_usable()
             self._settle()
             parts = self._splitter.split(batch, split_arguments)
@@ -448,6 +547,9 @@ class Pool:
             self._bytes_moved += layout.nbytes * len(answers)
             self._steps += 1
         loss = reduce_scalar([answer.loss for answer in answers], weights, rule)
+        if gradient and self._dispatcher.events.is_on:
+            step, rows = tasks[0].step, batch.plan.rows
+            self._dispatcher.events.update(step, float(loss), rows)
         shards = [
             ShardAnswer(answer.weight, stop - start, answer.aux)
             for answer, (start, stop) in zip(answers, batch.plan.bounds, strict=True)
@@ -458,7 +560,12 @@ class Pool:
         self, tasks: list[Task], gradient: bool, retries: int
     ) -> tuple[list[Done], list[Array | None]]:
         """The shards' answers and their outputs, averaged."""
+        events = self._dispatcher.events
+        if events.is_on:
+            events.phase(WAIT)
         answers = self._dispatcher.run(tasks)
+        if events.is_on:
+            events.phase(AVERAGE)
         if not gradient:
             return answers, []
         try:
@@ -466,6 +573,8 @@ class Pool:
         except OutputsLostError:
             if not retries:
                 raise
+            for task in tasks if events.is_on else ():
+                events.again(task, "outputs were lost")
             return self._answers(tasks, gradient, retries - 1)
 
     def _tasks(self, batch: Batch, gradient: bool) -> list[Task]:
@@ -496,7 +605,7 @@ class Pool:
             )
 
 
-def _close(engine: Engine, lock: Any, owner: int) -> None:
+def _close(engine: Engine, events: Events, lock: Any, owner: int) -> None:
     """Ends a step in another thread, if there is one, and then everything."""
     if os.getpid() != owner:  # a fork: not its engine, and nobody to give up the lock
         return
@@ -505,6 +614,7 @@ def _close(engine: Engine, lock: Any, owner: int) -> None:
     try:
         engine.close()
     finally:
+        events.close()
         if is_free:
             lock.release()
 

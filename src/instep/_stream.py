@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from instep._aux import ShardAnswer
 from instep._courier import Courier, Parcel
 from instep._errors import OutputsLostError, PoolClosedError
+from instep._events import AVERAGE, WAIT, Batches
 from instep._host import Host, Prepared
 from instep._lanes import Lanes
 from instep._outcome import Outcome
@@ -101,11 +102,13 @@ class Stream:
         inner = mode.head.mode if isinstance(mode, Replay) else mode
         self._parts = mode.parts(pool.shards)
         self._splitter = Splitter(self._parts)
-        self._portions = Portions(batches, mode, self._split)
+        self._events = pool._dispatcher.events
+        self._portions = Portions(Batches(self._events, batches), mode, self._split)
         self._rules: Rules = mode.rules(pool._workers)
         self._lanes = Lanes(inner)
         self._correction = _correction_of(inner)
-        self._courier = Courier(pool._engine, pool._options, pool._dispatcher.counters)
+        watched = pool._dispatcher.counters, self._events
+        self._courier = Courier(pool._engine, pool._options, *watched)
         self._versions = Versions(pool)
         self._errands: dict[Portion, _Errand] = {}  # without those that were dropped
         self._by_key: dict[int, _Errand] = {}  # under way
@@ -128,7 +131,7 @@ class Stream:
         return self
 
     def __next__(self) -> Update:
-        with self._pool._lock:
+        with self._pool._lock, self._events.call:
             if self._is_closed:
                 raise StopIteration
             try:
@@ -251,9 +254,12 @@ class Stream:
         return Parcel(task, errand.kept, what)
 
     def _receive(self) -> None:
+        before = self._events.phase(WAIT) if self._events.is_on else None
         begin = time.perf_counter()
         answers = self._courier.wait()
         self._waited += time.perf_counter() - begin
+        if before is not None:
+            self._events.phase(before)
         for parcel, done in answers:
             errand = self._by_key.pop(parcel.kept.key)
             errand.done = done
@@ -278,6 +284,8 @@ class Stream:
 
     def _apply(self, group: Group) -> Update:
         """Averages a group's gradients and hands them over."""
+        if self._events.is_on:
+            self._events.phase(AVERAGE)
         errands = [self._errands.pop(job.portion) for job in group.jobs]
         dropped = self._drop(group)
         outputs = self._averaged(errands)
@@ -288,7 +296,24 @@ class Stream:
         self._has_handed = True
         if self._record is not None:
             self._record.write(group)
-        return self._update(value, grads, errands, dropped)
+        update = self._update(value, grads, errands, dropped)
+        if self._events.is_on:
+            self._tell(update, outcome, errands)
+        return update
+
+    def _tell(
+        self, update: Update, outcome: Outcome, errands: Sequence[_Errand]
+    ) -> None:
+        """Those who watch learn of the update."""
+        bounds = [bounds for errand in errands for bounds in errand.cut.rows]
+        self._events.update(
+            self._pool._steps,
+            float(outcome.loss),
+            sum(stop - start for start, stop in bounds),
+            update.staleness,
+            update.worker,
+            len(update.dropped),
+        )
 
     def _averaged(self, errands: Sequence[_Errand]) -> list[Array | None]:
         """Their outputs, averaged by weight (or added up) and corrected."""
@@ -326,7 +351,7 @@ class Stream:
         for errand in errands:
             errand.is_again, errand.done = True, None
             self._by_key[errand.kept.key] = errand
-            self._courier.again(self._parcel(errand))
+            self._courier.again(self._parcel(errand), "its outputs are lost")
         while any(errand.done is None for errand in errands):
             self._courier.idle()
             self._receive()

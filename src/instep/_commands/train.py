@@ -77,6 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write scalars for TensorBoard",
     )
+    shown.add_argument(
+        "--trace", type=new_file, metavar="FILE", help="write a timeline for Perfetto"
+    )
+    shown.add_argument(
+        "--dashboard",
+        action="store_true",
+        help="serve a live page to this machine; standard error says where",
+    )
+    shown.add_argument(
+        "--port", type=count, metavar="N", help="of the live page (default: a free one)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,6 +115,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _expect_sense(options: argparse.Namespace) -> None:
     path = options.checkpoint
+    if options.port is not None and not options.dashboard:
+        raise ArgumentError(
+            f"--port {options.port} needs --dashboard, whose port it is"
+        )
     if options.resume and path is None:
         raise ArgumentError("--resume needs --checkpoint FILE, to go on from")
     if path is not None and path.exists() and not options.resume:
@@ -126,6 +141,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         opened.callback(display.close)
         display.open()  # a framework may take seconds to be imported
         training = opened.enter_context(_prepared(options))
+        _watch(training, options, opened)
         stop = options.steps or training.job.steps
         log = TrainingLog(training, stop, display, board)
         _run_all(training, stop, options, opened.enter_context(log))
@@ -153,6 +169,15 @@ def _prepared(options: argparse.Namespace) -> Training:
             training.load_state_dict(state)
             _log.info("resumed at step %d", training.distance.batches)
         return training
+
+
+def _watch(training: Training, options: argparse.Namespace, opened: ExitStack) -> None:
+    """Writes a timeline, serves a page, if that is wanted."""
+    if options.trace:
+        opened.enter_context(training.pool.trace(options.trace))
+    if options.dashboard:
+        page = opened.enter_context(training.pool.dashboard(options.port))
+        print(f"live page: {page.url}", file=sys.stderr, flush=True)
 
 
 def _held_back(options: argparse.Namespace) -> AbstractContextManager[None]:

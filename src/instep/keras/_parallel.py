@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,9 @@ from instep.keras._model import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from instep._dashboard import Dashboard
+    from instep._trace import Trace
 
 _BACKENDS = ("tensorflow", "jax", "torch")
 _ATTRIBUTE = "_instep"
@@ -186,6 +190,18 @@ class Parallel:
         """What the pool has done so far."""
         statistics: Statistics = self._replacement.steps.pool.statistics()
         return statistics
+
+    def trace(self, path: str | os.PathLike[str] | None) -> Trace | None:
+        """Writes what happens from now on to a file; see `Pool.trace`."""
+        trace: Trace | None = self._replacement.steps.pool.trace(path)
+        return trace
+
+    def dashboard(
+        self, port: int | None = None, open_browser: bool = False
+    ) -> Dashboard:
+        """A page that shows what the pool does; see `Pool.dashboard`."""
+        page: Dashboard = self._replacement.steps.pool.dashboard(port, open_browser)
+        return page
 
     def resize(self, workers: int) -> None:
         """Changes the number of workers; the bits stay the same."""
