@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,7 @@ class Hosts:
     """
 
     def __init__(self, number: int, rate: str | None = None) -> None:
+        _remove_stale()
         self._prefix = f"i{os.getpid()}h"
         self._switch = f"{self._prefix}switch"
         self.names = [f"{self._prefix}{k + 1}" for k in range(number)]
@@ -102,9 +104,7 @@ class Hosts:
     def close(self) -> None:
         """Ends everything that runs there."""
         for name in (*self.names, self._switch):
-            for pid in _ip("netns", "pids", name).split():
-                _kill(int(pid))
-            _ip("netns", "del", name)
+            _remove(name)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _connect(self, name: str, address: str, rate: str | None) -> None:
@@ -123,6 +123,20 @@ class Hosts:
 
     def _in(self, name: str, *words: str) -> None:
         _ip("-n", name, *words)
+
+
+def _remove(name: str) -> None:
+    for pid in _ip("netns", "pids", name).split():
+        _kill(int(pid))
+    _ip("netns", "del", name)
+
+
+def _remove_stale() -> None:
+    """Hosts of processes that were killed before they could remove them."""
+    for line in _ip("netns", "list").splitlines():
+        found = re.fullmatch(r"i(\d+)h\w+", line.split()[0])
+        if found and not Path(f"/proc/{found[1]}").exists():
+            _remove(line.split()[0])
 
 
 def _ip(*words: str) -> str:

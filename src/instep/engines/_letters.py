@@ -21,9 +21,12 @@ import numpy as np
 from instep._program import Array
 
 _HEAD = struct.Struct("<QQ")
-_HEAD_TAG, _REST_TAG = 71, 72
+_HEAD_TAG, _REST_TAG, _BEAT_TAG = 71, 72, 73
 # The longest message, in bytes.
 _LIMIT = int(os.environ.get("INSTEP_MPI_MESSAGE_BYTES", 1 << 30))
+
+# Looks at what is on its way before the first pause: the most is there by then.
+_LOOKS = 50
 
 # Where the bytes of a letter go: (sender, text, how many) -> memory.
 Room = Callable[[int, Any, int], memoryview]
@@ -42,11 +45,15 @@ class Letters:
 
     Args:
         mpi: the module `mpi4py.MPI`.
+
+    Attributes:
+        meanwhile: called again and again while the rest of a letter is on its way.
     """
 
     def __init__(self, mpi: Any) -> None:
         self._mpi, self._comm = mpi, mpi.COMM_WORLD
         self._under_way: list[tuple[Any, Any]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def post(self, to: int, text: Any, content: Array | None = None) -> None:
         """Sends a letter; the bytes must stay as they are until `flush`."""
@@ -78,6 +85,18 @@ class Letters:
         self._fill(content, sender)
         return Letter(sender, text, content)
 
+    def beat(self, to: int) -> None:
+        """Tells a rank that this one is there."""
+        self._send(to, b"", _BEAT_TAG)
+
+    def beats(self) -> list[int]:
+        """Ranks that have said that they are there."""
+        found, status = [], self._mpi.Status()
+        while self._comm.Iprobe(tag=_BEAT_TAG, status=status):
+            found.append(status.Get_source())
+            self._comm.Recv([bytearray(0), self._mpi.BYTE], found[-1], _BEAT_TAG)
+        return found
+
     def flush(self, watch: Callable[[], None] = lambda: None) -> None:
         """Waits until all letters have left; `watch` is called meanwhile."""
         while self.is_sending():
@@ -96,7 +115,10 @@ class Letters:
 
     def _fill(self, memory: memoryview, sender: int) -> None:
         for part in _pieces(memory):
-            self._comm.Recv([part, self._mpi.BYTE], sender, _REST_TAG)
+            request = self._comm.Irecv([part, self._mpi.BYTE], sender, _REST_TAG)
+            while not any(request.Test() for _ in range(_LOOKS)):
+                self.meanwhile()
+                time.sleep(Pause.SHORTEST_S)
 
 
 class Pause:

@@ -37,7 +37,7 @@ from instep.engines._orders import Average, Close, Part, Trouble, Word
 from instep.engines._station import Station
 from instep.engines.processes import Processes
 
-# A station says something at least as often.
+# How often a station says that it is there.
 BEAT_S = 2.0
 # It is gone when nothing is heard of it for so long.
 SILENCE_S = 12.0
@@ -48,7 +48,6 @@ _REST_S = 1e-2
 # Programs of Open MPI and MPICH that start ranks, and wait for them.
 _LAUNCHERS = ("prterun", "mpirun", "orterun", "mpiexec", "mpiexec.hydra")
 
-_NO_ENGINE = -1
 _engines = itertools.count()
 _is_serving = False  # this job's other ranks
 
@@ -148,12 +147,13 @@ class Mpi(Machines):
         """Takes letters in, to whichever engine."""
         while letter := self._letters.receive(_room):
             engine, text = letter.text
-            _last_words[letter.sender] = time.monotonic()
             _boxes[engine].append(letter._replace(text=text))
-        _boxes.pop(_NO_ENGINE, None)
 
     def _watch(self) -> _Watch:
-        return _Watch(sorted(self._stations()), self._ranks)
+        """From now on stations have to be heard of."""
+        watch = _Watch(sorted(self._stations()), self._ranks, self._letters)
+        self._letters.meanwhile = watch.look
+        return watch
 
     def _flush(self) -> None:
         """Waits until all messages have left."""
@@ -208,9 +208,11 @@ class Mpi(Machines):
 class _Watch:
     """Looks whether stations are still heard of; they always say something."""
 
-    def __init__(self, stations: Sequence[int], ranks: Sequence[_Rank]) -> None:
-        self._stations, self._ranks = stations, ranks
-        self._begin = time.monotonic()
+    def __init__(
+        self, stations: Sequence[int], ranks: Sequence[_Rank], letters: Letters
+    ) -> None:
+        self._stations, self._ranks, self._letters = stations, ranks, letters
+        self._heard = dict.fromkeys(stations, time.monotonic())
 
     def look(self) -> None:
         """Looks.
@@ -218,11 +220,10 @@ class _Watch:
         Raises:
             WorkerLostError: nothing was heard of one for too long.
         """
-        moment = time.monotonic() - SILENCE_S
-        if self._begin > moment:
-            return
+        now = time.monotonic()
+        self._heard.update(dict.fromkeys(self._letters.beats(), now))
         for station in self._stations:
-            if _last_words.get(station, self._begin) <= moment:
+            if self._heard[station] <= now - SILENCE_S:
                 _gone.add(station)
                 raise WorkerLostError(
                     f"rank {station} on {self._ranks[station].host} has not been heard "
@@ -236,7 +237,8 @@ class _Rooms:
     """The stations of one rank: one for each engine of the master."""
 
     def __init__(self, me: int, letters: Letters) -> None:
-        self._me, self._letters, self._told = me, letters, time.monotonic()
+        self._me, self._letters, self._beaten = me, letters, time.monotonic()
+        letters.meanwhile = self.beat
         self._stations: dict[int, Station] = {}
 
     def room(self, sender: int, text: Any, nbytes: int) -> memoryview:
@@ -253,19 +255,20 @@ class _Rooms:
             self._station(engine).carry_out(message, letter.content)
 
     def hear(self) -> bool:
-        """Tells the master what has happened, or that nothing has; whether it has."""
+        """Tells the master what has happened; whether anything has."""
         has_heard = False
         for engine, station in self._stations.items():
             if words := station.hear(0):
                 has_heard = True
-                self._tell(engine, words)
-        if time.monotonic() - self._told > BEAT_S:
-            self._tell(_NO_ENGINE, [])
+                self._letters.post(MASTER, (engine, words))
+        self.beat()
         return has_heard
 
-    def _tell(self, engine: int, words: Sequence[Word | Trouble]) -> None:
-        self._told = time.monotonic()
-        self._letters.post(MASTER, (engine, words))
+    def beat(self) -> None:
+        """Tells the master now and then that this rank is there."""
+        if time.monotonic() - self._beaten > BEAT_S:
+            self._beaten = time.monotonic()
+            self._letters.beat(MASTER)
 
     def close(self, *engines: int) -> None:
         """Ends the workers of these engines, or of all."""
@@ -366,7 +369,6 @@ def _wait_for_the_end() -> None:
 
 # Letters to engines that are not listening just now.
 _boxes: dict[int, list[Letter]] = defaultdict(list)
-_last_words: dict[int, float] = {}  # of stations: when
 _gone: set[int] = set()  # stations that are not heard of any more
 
 
