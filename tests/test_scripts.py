@@ -326,7 +326,7 @@ LAYERS = [
     ["_sharding"],
     ["_tree", "_program"],
     ["_seeding", "_shuffled"],
-    ["_values", "_errors", "_quiet", "_pace", "_cores"],
+    ["_values", "_errors", "_quiet", "_pace", "_cores", "_closing"],
 ]
 
 

@@ -335,7 +335,7 @@ def _own_interrupts():
         (["train", "job.py", "--tensorboard", "job.py"], "job.py is a file"),
         (["train", "no_optimizer.py"], "the job has no optimizer; expected a function"),
         (["train", "text.py"], "the job's optimizer is a str; expected a function"),
-        (["train", "job.py", "--engine", "mpi"], "invalid choice: 'mpi'"),
+        (["train", "job.py", "--engine", "gpu"], "invalid choice: 'gpu'"),
         (["check", "no.py"], "no.py is no file"),
         (["simulate", "--workers", "0"], "'0'; expected a whole number, at least 1"),
         (["simulate", "--compute", "x"], "'x' is no distribution; expected one of"),

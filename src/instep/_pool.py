@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 from instep._aux import ShardAnswer
 from instep._check import Report, Trial, check
+from instep._closing import Closing
 from instep._cores import usable_cores
 from instep._dispatch import Dispatcher
 from instep._errors import (
@@ -40,8 +40,6 @@ from instep.engines._base import Done, Engine
 from instep.modes import Mode, Synchronous
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from instep._dashboard import Dashboard
 
 
@@ -60,7 +58,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
 
 
-class Pool:
+class Pool(Closing):
     """Workers that compute a gradient together; base of the frameworks' pools.
 
     A pool is a context manager. Without `with`, it is closed by `close`, when it is
@@ -464,17 +462,6 @@ class Pool:
         A step in another thread ends with a PoolClosedError.
         """
         self._closer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def shards(self) -> int:

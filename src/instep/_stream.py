@@ -18,9 +18,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep._aux import ShardAnswer
+from instep._closing import Closing
 from instep._courier import Courier, Parcel
 from instep._errors import OutputsLostError, PoolClosedError
 from instep._events import AVERAGE, WAIT, Batches
@@ -37,9 +38,6 @@ from instep.modes import Asynchronous, Mode, Replay
 from instep.modes._rules import Group, Job, Portion, Rules
 from instep.modes.corrections import Correction
 from instep.modes.replay import Head, group_line, head_line
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class _Errand:
     is_again: bool = False  # it was answered before
 
 
-class Stream:
+class Stream(Closing):
     """An iterator of updates; made by `pool.stream`.
 
     Between two updates the script takes its optimizer's step. `publish` gives new
@@ -156,12 +154,6 @@ class Stream:
         """Forgets what is under way; the pool is free for other calls."""
         with self._pool._lock:
             self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the interpreter's end

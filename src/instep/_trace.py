@@ -17,14 +17,11 @@ import threading
 import warnings
 from collections.abc import Callable
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep._closing import Closing
 from instep._errors import ArgumentError
 from instep._events import Computed, Events, Fault, Happening, Phase, Updated
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Happenings are written together, after so many seconds or so many of them.
 PATIENCE_S = 0.25
@@ -33,7 +30,7 @@ _HEAD, _BETWEEN, _TAIL = b"[\n", b",\n", b"\n]\n"
 _MASTER = 0  # its lane; that of worker w is w + 1
 
 
-class Trace:
+class Trace(Closing):
     """A file that is being written; made by `pool.trace`.
 
     Ends with `close`, at the end of its `with` block, or with the pool.
@@ -67,17 +64,6 @@ class Trace:
         self._events.unwatch(self)
         self._flush()
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _flush(self) -> None:
         """Writes what is pending."""

@@ -18,16 +18,13 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep._closing import Closing
 from instep._dashboard.state import Digest
 from instep._errors import ArgumentError
 from instep._events import Events, Happening
 from instep._statistics import Statistics
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _HOST = "127.0.0.1"
 # Happenings that wait to be digested; the oldest are forgotten beyond that.
@@ -44,7 +41,7 @@ _HEADERS = {
 }
 
 
-class Dashboard:
+class Dashboard(Closing):
     """A live page; made by `pool.dashboard`.
 
     Ends with `close`, at the end of its `with` block, or with the pool.
@@ -87,17 +84,6 @@ class Dashboard:
             self._server.shutdown()
             self._thread.join()
         self._server.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def digest(self) -> None:
         """Takes in what waits in the ring."""

@@ -7,19 +7,15 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
+from instep._closing import Closing
 from instep._errors import InstepError, MissingFrameworkError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Seconds after which what was written can be seen.
 FLUSH_S = 2.0
 
 
-class ScalarWriter:
+class ScalarWriter(Closing):
     """An event file in a folder, as TensorBoard looks for it.
 
     Args:
@@ -62,17 +58,6 @@ class ScalarWriter:
     def close(self) -> None:
         """Writes what is left."""
         self._records.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _write(self, event: object) -> None:
         self._records.write(event.SerializeToString())  # type: ignore[attr-defined]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instep._closing import Closing
 from instep._errors import ArgumentError
 from instep._job import Job
 from instep._training.batches import batches_between
 from instep._training.choice import Choice
 from instep._training.learner import load_state, make_learner, state_of
 from instep._training.loop import Step, take_steps
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # What decides which rows come when: a state of another job would go on elsewhere.
 _OF_THE_JOB = ("framework", "rows", "batch_size", "seed")
@@ -47,7 +44,7 @@ class Distance:
         )
 
 
-class Training:
+class Training(Closing):
     """Trains a job in stretches; between two of them its state can be saved.
 
     Args:
@@ -101,13 +98,6 @@ class Training:
         load_state(self.learner, state["learner"])
         self.distance = Distance(**state["distance"])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends the pool."""
         self.pool.close()

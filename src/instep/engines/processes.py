@@ -536,9 +536,11 @@ class Processes:
             self._pending.append(self._done(seat, report))
 
     def _done(self, seat: _Seat, report: Report) -> Done | Failed:
-        text = seat.outbox.at_least(report.nbytes)[: report.nbytes]
+        aux = None
         try:
-            aux = self.unpack_aux(text) if report.nbytes else None
+            if report.nbytes:
+                text = seat.outbox.at_least(report.nbytes)[: report.nbytes]
+                aux = self.unpack_aux(text)
         except Exception as error:  # a class that only the worker could import
             trace = "".join(traceback.format_exception(error))
             return Failed(seat.worker, error, trace)

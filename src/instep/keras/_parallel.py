@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from instep._check import Report
+from instep._closing import Closing
 from instep._errors import BatchError, EngineUnavailableError
 from instep._statistics import Statistics
 from instep.keras._model import (
@@ -23,8 +23,6 @@ from instep.keras._model import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from instep._dashboard import Dashboard
     from instep._trace import Trace
 
@@ -176,7 +174,7 @@ class Replacement:
         return self.steps
 
 
-class Parallel:
+class Parallel(Closing):
     """What `parallel` returns: closes the pool and tells of it."""
 
     def __init__(self, replacement: Replacement) -> None:
@@ -223,17 +221,6 @@ class Parallel:
         """
         report: Report = self._replacement.checked(x, y, sample_weight)
         return report
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         # Dropped at once, in a script that just calls `parallel(model)`, it leaves the
