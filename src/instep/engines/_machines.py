@@ -199,8 +199,9 @@ class Machines(ABC):
         nbytes = self._write(params, batch, layout)
         self.lay_out(layout)
         self._version += 1
-        order = Params(self._params_ref, self._version, self._programs)
-        self._spread(order, np.asarray(self._params_at(self._params_ref)))
+        if self._stations():
+            order = Params(self._params_ref, self._version, self._programs)
+            self._spread(order, np.asarray(self._params_at(self._params_ref)))
         return nbytes
 
     def lay_out(self, layout: Layout) -> None:

@@ -43,7 +43,7 @@ BEAT_S = 2.0
 SILENCE_S = 12.0
 
 # How long a rank sleeps at a time whose machine has another for its station.
-_REST_S = 1e-2
+_REST_S = 0.1
 
 # Programs of Open MPI and MPICH that start ranks, and wait for them.
 _LAUNCHERS = ("prterun", "mpirun", "orterun", "mpiexec", "mpiexec.hydra")
@@ -157,8 +157,8 @@ class Mpi(Machines):
 
     def _flush(self) -> None:
         """Waits until all messages have left."""
-        if _gone:
-            return  # those to it will not
+        if _gone or not self._letters.is_sending():
+            return  # those to a machine that is gone will not
         watch = self._watch()
 
         def look() -> None:
