@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,14 @@ exec ip netns exec "$name" unshare --uts sh -c "hostname $name; $*"
 
 def reason_against() -> str:
     """Why there can be no hosts here; empty if there can."""
-    if not shutil.which("ip") or not shutil.which("unshare"):
-        return "ip (iproute2) or unshare (util-linux) is missing"
-    name = f"instep{os.getpid()}try"
-    tried = subprocess.run(
-        ["ip", "netns", "add", name], capture_output=True, text=True, check=False
-    )
-    if tried.returncode:
-        return f"no network namespaces: {tried.stderr.strip()}"
-    _ip("netns", "del", name)
+    for program in ("ip", "tc", "unshare"):
+        if not shutil.which(program):
+            return f"{program} is missing (iproute2, util-linux)"
+    try:
+        with closing(Hosts(1, rate="1gbit")) as hosts:
+            hosts.run(0, "true", check=True)
+    except subprocess.CalledProcessError as error:
+        return f"no hosts of their own: {error} {error.stderr or ''}"
     return ""
 
 
@@ -58,6 +58,13 @@ class Hosts:
         self.addresses = [f"10.77.0.{k + 1}" for k in range(number)]
         # Short: names of sockets have a limit.
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+        try:
+            self._build(rate)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, rate: str | None) -> None:
         _ip("netns", "add", self._switch)
         self._in(self._switch, "link", "add", "switch", "type", "bridge")
         self._in(self._switch, "link", "set", "switch", "up")
@@ -103,7 +110,8 @@ class Hosts:
 
     def close(self) -> None:
         """Ends everything that runs there."""
-        for name in (*self.names, self._switch):
+        there = {line.split()[0] for line in _ip("netns", "list").splitlines()}
+        for name in there.intersection([*self.names, self._switch]):
             _remove(name)
         shutil.rmtree(self.folder, ignore_errors=True)
 
