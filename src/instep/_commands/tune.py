@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep._commands._pool_options import add_job
 from instep._commands._types import seconds
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the job file, --seconds and --json."""
-    parser.add_argument(
-        "job", type=Path, metavar="job.py", help="a Python file with a function job()"
-    )
+    add_job(parser)
     parser.add_argument(
         "--seconds",
         type=seconds,

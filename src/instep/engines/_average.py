@@ -21,6 +21,7 @@ from instep._layout import Layout
 from instep._partials import Node, any_present, largest_nodes, root, segments_of
 from instep._program import Array
 from instep.engines._orders import Average, Part, Share
+from instep.engines.processes import Processes
 
 MASTER = 0  # the station that the result goes to
 # Bytes from which a vector is cut into parts; below, one message more costs more.
@@ -76,6 +77,27 @@ def parts_of(
     cuts = [aligned(nbytes * k // number) for k in range(number)] + [nbytes]
     for station, bounds in zip(stations, itertools.pairwise(cuts), strict=False):
         yield station, bounds, _after(station, stations)
+
+
+def nodes_of(
+    engine: Processes, share: Share, *, by_key: bool = True
+) -> dict[Node, Array]:
+    """The nodes of a share, combined where their outputs lie.
+
+    Args:
+        engine: that has the outputs.
+        share: of the average.
+        by_key: its keys are of kept frames; False: they are shards of the call.
+    """
+    nodes: dict[Node, Array] = {}
+    begin = 0
+    for node in share.nodes:
+        end = begin + node.stop - node.start
+        keys, weights = share.keys[begin:end], share.weights[begin:end]
+        offsets = engine.offsets((), keys) if by_key else engine.offsets(keys)
+        nodes[node] = engine.node(offsets, weights)
+        begin = end
+    return nodes
 
 
 class Combining:

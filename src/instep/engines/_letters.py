@@ -28,14 +28,13 @@ _LIMIT = int(os.environ.get("INSTEP_MPI_MESSAGE_BYTES", 1 << 30))
 # Looks at what is on its way before the first pause: the most is there by then.
 _LOOKS = 50
 
-# Where the bytes of a letter go: (sender, text, how many) -> memory.
-Room = Callable[[int, Any, int], memoryview]
+# Where the bytes of a letter go: (text, how many) -> memory.
+Room = Callable[[Any, int], memoryview]
 
 
 class Letter(NamedTuple):
     """What a rank has received."""
 
-    sender: int
     text: Any
     content: memoryview | None
 
@@ -80,10 +79,10 @@ class Letters:
         self._fill(rest, sender)
         text = pickle.loads(bytes(head[_HEAD.size :]) + bytes(rest))
         if not nbytes:
-            return Letter(sender, text, None)
-        content = room(sender, text, nbytes)
+            return Letter(text, None)
+        content = room(text, nbytes)
         self._fill(content, sender)
-        return Letter(sender, text, content)
+        return Letter(text, content)
 
     def beat(self, to: int) -> None:
         """Tells a rank that this one is there."""
@@ -107,6 +106,12 @@ class Letters:
         """Whether letters are leaving: MPI sends only while it is looked after."""
         self._under_way = [pair for pair in self._under_way if not pair[0].Test()]
         return bool(self._under_way)
+
+    def rest(self, pause: Pause) -> None:
+        """Pauses, for a moment only while letters are leaving."""
+        if self.is_sending():
+            pause.reset()
+        pause.sleep()
 
     def _send(self, to: int, part: Any, tag: int) -> None:
         request = self._comm.Isend([part, self._mpi.BYTE], to, tag)

@@ -22,16 +22,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep._errors import OutputsLostError
-from instep._exceptions import unpack_error
+from instep._exceptions import unpack_error, with_origin
 from instep._frame import FrameRef
 from instep._layout import Layout
 from instep._partials import Node
 from instep._pieces import Cutter
 from instep._program import Array, Program, Task
+from instep._reduction import present_views
 from instep._sharding import Batch
 from instep._shelf import Shelf
 from instep._ship import ship
-from instep.engines._average import MASTER, parts_of, plan, shares_of
+from instep.engines._average import MASTER, nodes_of, parts_of, plan, shares_of
 from instep.engines._base import Done, Event, Failed, Kept, Lost, Ready
 from instep.engines._holdings import GONE, Held, Holdings
 from instep.engines._orders import (
@@ -43,7 +44,6 @@ from instep.engines._orders import (
     PackedError,
     Params,
     Replace,
-    Share,
     Staff,
     Start,
     Trouble,
@@ -412,9 +412,7 @@ class Machines(ABC):
 
     def _note(self, heard: Event | Word | Trouble) -> None:
         if isinstance(heard, Trouble):
-            error, text = unpack_error(heard.error)
-            error.add_note(text) if hasattr(error, "add_note") else None
-            raise error
+            raise with_origin(*unpack_error(heard.error), "another machine's station")
         if isinstance(heard, Word):
             if self._expected.get(heard.event.worker) == heard.number:
                 self._take(heard)
@@ -479,7 +477,9 @@ class Machines(ABC):
         own = list(range(len(held))) if keys is None else keys
         names = [own[k] if where is None else where.key for k, where in enumerate(held)]
         shares = shares_of(places, names, weights)
-        nodes = self._own_nodes(shares.get(MASTER), by_key=keys is not None)
+        nodes: dict[Node, Array] = {}
+        if self._home is not None and MASTER in shares:
+            nodes = nodes_of(self._home, shares[MASTER], by_key=keys is not None)
         self._number += 1
         order = plan(self._number, shares, weights, self._layout.working)
         result = self._combine(order, nodes)
@@ -489,7 +489,7 @@ class Machines(ABC):
                 if where is None:
                     self._home.forget(key)
         slot = self._layout.working.convert(result, self._layout)
-        return _present(self._layout, slot)
+        return present_views([slot], self._layout, slot)
 
     def _check_there(self, held: Sequence[Held | None]) -> None:
         """None of them is gone."""
@@ -500,23 +500,3 @@ class Machines(ABC):
                 f"{len(gone)} of {len(held)} outputs were on a machine that is gone",
                 gone,
             )
-
-    def _own_nodes(self, share: Share | None, *, by_key: bool) -> dict[Node, Array]:
-        """This machine's nodes, combined."""
-        nodes: dict[Node, Array] = {}
-        if share is None or self._home is None:
-            return nodes
-        begin = 0
-        for node in share.nodes:
-            end = begin + node.stop - node.start
-            names, weights = share.keys[begin:end], share.weights[begin:end]
-            where = ((), names) if by_key else (names, None)
-            nodes[node] = self._home.node(self._home.offsets(*where), weights)
-            begin = end
-        return nodes
-
-
-def _present(layout: Layout, slot: Array) -> list[Array | None]:
-    """A slot as one array per output; None where it has none."""
-    pairs = zip(layout.views(slot), layout.present(slot), strict=True)
-    return [view if has else None for view, has in pairs]

@@ -19,8 +19,9 @@ import numpy as np
 
 from instep._errors import PoolClosedError
 from instep._exceptions import pack_error
+from instep._partials import Node
 from instep._program import Array
-from instep.engines._average import MASTER, Combining, parts_for
+from instep.engines._average import MASTER, Combining, nodes_of, parts_for
 from instep.engines._base import Lost, Ready
 from instep.engines._orders import (
     Average,
@@ -106,15 +107,9 @@ class Station:
         self._engine.close()
         self._has_started = False
 
-    def nodes(self, share: Share) -> dict[Any, Array]:
+    def nodes(self, share: Share) -> dict[Node, Array]:
         """This machine's nodes, combined."""
-        engine, nodes, begin = self._engine, {}, 0
-        for node in share.nodes:
-            end = begin + node.stop - node.start
-            keys, weights = share.keys[begin:end], share.weights[begin:end]
-            nodes[node] = engine.node(engine.offsets((), keys), weights)
-            begin = end
-        return nodes
+        return nodes_of(self._engine, share)
 
     def forget(self, keys: Sequence[int]) -> None:
         """Gives up outputs."""

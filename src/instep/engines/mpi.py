@@ -127,9 +127,7 @@ class Mpi(Machines):
             if heard or (limit is not None and time.monotonic() >= limit):
                 return heard
             watch.look()
-            if self._letters.is_sending():
-                pause.reset()
-            pause.sleep()
+            self._letters.rest(pause)
 
     def _waited(self, timeout: float | None) -> list[Event]:
         """What has happened on this machine."""
@@ -186,9 +184,7 @@ class Mpi(Machines):
             if self._is_closed:
                 raise PoolClosedError("the pool was closed during this call")
             watch.look()
-            if self._letters.is_sending():
-                pause.reset()
-            pause.sleep()
+            self._letters.rest(pause)
         self._flush()
         return assembled(order, {**parts, 0: mine.result()}, mine.present(), layout)
 
@@ -241,7 +237,7 @@ class _Rooms:
         letters.meanwhile = self.beat
         self._stations: dict[int, Station] = {}
 
-    def room(self, sender: int, text: Any, nbytes: int) -> memoryview:
+    def room(self, text: Any, nbytes: int) -> memoryview:
         """Where the bytes of a letter go."""
         engine, message = text
         return self._station(engine).room(message, nbytes)
@@ -356,10 +352,8 @@ def _relay(rooms: _Rooms) -> None:
             rooms.take(letter)
         if rooms.hear() or letter is not None:
             pause.reset()
-            continue
-        if _letters().is_sending():
-            pause.reset()
-        pause.sleep()
+        else:
+            _letters().rest(pause)
 
 
 def _wait_for_the_end() -> None:
@@ -372,7 +366,7 @@ _boxes: dict[int, list[Letter]] = defaultdict(list)
 _gone: set[int] = set()  # stations that are not heard of any more
 
 
-def _room(sender: int, text: Any, nbytes: int) -> memoryview:
+def _room(text: Any, nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data
 
 
